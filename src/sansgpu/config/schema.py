@@ -143,8 +143,10 @@ class DataConfig(Section):
         description="largest share of a split's rows that on_bad_row: skip may skip; 10 rows may always be skipped",
     )
     doc_stride: int = Field(128, ge=0, description="overlap in tokens between consecutive windows of a long text")
-    label_column: str | StrictInt | None = Field(
-        None, description="column with the label. Default: `label` or `labels`"
+    label_column: str | StrictInt | list[str] | None = Field(
+        None,
+        description="column with the label. Default: `label` or `labels`. In task classify also a list of columns, or "
+        "a pattern such as `toxic_*`: one column with 0 or 1 for each label",
     )
     text_pair_column: str | StrictInt | None = Field(
         None, description="column with the second text of a pair. Default: `text_pair` if the rows have it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,13 @@ def describe_split(train: int, held: int, what: str, share: float) -> str:
         f"{clause}, too few for a precise evaluation: raise data.validation_split, or set data.validation_name to a "
         "validation dataset"
     )
+
+
+def describe_leak(train: Iterable[Hashable], held: Sequence[Hashable], what: str) -> str | None:
+    """Returns a message about validation examples that are also training examples, or None; `what` is the unit."""
+    known = {*train}
+    leaked = sum(one in known for one in held)
+    return f"also in the training data: {leaked:,} of {counted(len(held), f'validation {what}')}" if leaked else None
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,20 @@ class Columns:
     tag: int | None = None  # in CoNLL files
     system: Column | None = None  # the system message of a chat
     tools: Column | None = None  # of a chat
+    labels: tuple[str, ...] = ()  # columns with 0 or 1, one for each label, instead of `label`
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
         tag = data.tag_column if isinstance(data, TaggedDataConfig) else None
-        return cls(data.text_column, data.text_pair_column, data.label_column, tag)
+        label = data.label_column
+        if isinstance(label, list):
+            return cls(data.text_column, data.text_pair_column, None, tag, tuple(label))
+        return cls(data.text_column, data.text_pair_column, label, tag)
 
     def set_in(self, data: Data) -> Data:
         """Returns settings of the data with these columns."""
-        columns = {"text_column": self.text, "text_pair_column": self.pair, "label_column": self.label}
+        label = [*self.labels] if self.labels else self.label
+        columns = {"text_column": self.text, "text_pair_column": self.pair, "label_column": label}
         columns |= {"tag_column": self.tag}
         return data.model_copy(
             update={key: value for key, value in columns.items() if getattr(data, key, None) != value}
@@ -65,7 +70,7 @@ class Columns:
     @property
     def named(self) -> list[Column]:
         """The columns that are set, except that of tags."""
-        return [column for column in (self.text, self.pair, self.label) if column is not None]
+        return [column for column in (self.text, self.pair, self.label, *self.labels) if column is not None]
 
     @property
     def has_header(self) -> bool:

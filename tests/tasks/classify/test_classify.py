@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from sansgpu.cli import run as cli
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.tasks.classify.data import balanced_weights
+from sansgpu.tasks.classify.labels import Labels
 from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.configuration import load_config
 from tests.processes import digests, events_of, options, overrides, record, train_once, write_rows
@@ -150,7 +151,8 @@ def test_rare_labels_count_as_much_as_frequent_ones(tmp_path: Path, capsys: Capt
         scores.append(result["scores"]["rarely"])
     assert scores[1] > 1.5 * scores[0]
     expected = compute_class_weight("balanced", classes=np.array([0, 1]), y=np.array([0] * 30 + [1] * 3))
-    assert balanced_weights(np.array([0] * 30 + [1] * 3), 2).tolist() == pytest.approx(expected.tolist())
+    targets = np.array([[0]] * 30 + [[1]] * 3)
+    assert balanced_weights(targets, Labels("single", ("a", "b"))).tolist() == pytest.approx(expected.tolist())
 
 
 # Behavior that every task guarantees
@@ -258,8 +260,10 @@ def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, c
     assert "held.jsonl, line 2: its label 'three' is not one of the 2 labels of the training data" in said
     said = refusal(capsys, tmp_path, other, data__label_kind="regression")
     assert "line 1: its label is 'one', not a number" in said
-    said = refusal(capsys, tmp_path, home / "multiple.jsonl", data__class_weights="balanced")
-    assert "data.class_weights has no effect because data.label_kind is multiple" in said
+    said = refusal(capsys, tmp_path, home / "regression.jsonl", data__class_weights="balanced")
+    assert "data.class_weights has no effect because data.label_kind is regression" in said
+    said = refusal(capsys, tmp_path, home / "single.jsonl", data__label_kind="single", data__label_separator="|")
+    assert "data.label_separator has no effect because data.label_kind is single" in said
     said = refusal(capsys, tmp_path, home / "multiple.jsonl", data__label_kind="single")
     assert "its label is a list, but data.label_kind is single" in said
     assert "only one label" not in said

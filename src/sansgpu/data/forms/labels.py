@@ -1,14 +1,20 @@
-"""Labeled texts: a text or a pair of texts, with one label, several labels or a number."""
+"""Labeled texts: a text or a pair of texts, with one label, several labels or a number.
+
+Several labels are a list, or one column of zeros and ones for each label.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
+from sansgpu.data.forms.label_columns import flag, flag_columns, main_text
+from sansgpu.data.forms.pairs import PAIR_COLUMNS
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
     TEXT_NAMES,
@@ -21,11 +27,11 @@ from sansgpu.data.rows import (
     find_column,
     missing_column,
     row_text,
-    text_column,
 )
 from sansgpu.data.tables import Columns, first_lines_of_data
 
 PAIR_COLUMN = "text_pair"
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d*)\.0+")  # as pandas writes whole numbers in a column with empty cells
 
 
 @dataclass(frozen=True)
@@ -43,22 +49,23 @@ class LabeledText(TypedRow):
 
 
 def label_name(value: Any) -> str:
-    """Returns the name of a label, which is the same for 1, 1.0 and "1"."""
+    """Returns the name of a label, which is the same for 1, 1.0, "1" and "1.0", but keeps the zeros of "007"."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value).strip()
+    name = str(value).strip()
+    return name.partition(".")[0] if _WHOLE_NUMBER.fullmatch(name) else name
 
 
 def unlabeled_text(row: SourceRow, columns: Columns) -> LabeledText:
     """Reads a row for prediction, ignoring its label, if any. Raises BadRowError if it is invalid."""
     given = row.columns(LABELED.needed)
-    column, pair = find_column(given, columns.text), _pair_column(given, columns)
+    text, pair = _text_columns(given, columns)
     if columns.pair is not None and pair is None:
         raise row.error(f"it has no column {columns.pair}, only {column_names(given)}")
-    label = find_column(given, columns.label, LABEL_COLUMNS)
-    others = {key: value for key, value in given.items() if key != label}
+    others = _without_labels(given, columns)
+    column = text if columns.text is None else find_column(given, columns.text)
     try:
         return _texts(row, others, column, pair)
     except BadRowError:
@@ -73,29 +80,70 @@ def _labeled(row: SourceRow, columns: Columns) -> LabeledText:
     if label is None:
         wanted = columns.label if columns.label is not None else " or ".join(LABEL_COLUMNS)
         raise missing_column(given, wanted, "data.label_column", row.where)
-    pair = _pair_column(given, columns)
-    if columns.pair is not None and pair is None:
-        raise missing_column(given, columns.pair, "data.text_pair_column", row.where)
     value = given[label]
     for one in value if isinstance(value, list) else [value]:
         _require_label(row, one)
-    column = None if columns.text is None else column_key(given, columns.text)
-    read = _texts(row, {key: inner for key, inner in given.items() if key != label}, column, pair)
-    return LabeledText(read.where, read.text, read.pair, value)
+    return _with_label(row, columns, value)
+
+
+def _labeled_by_columns(row: SourceRow, columns: Columns) -> LabeledText:
+    """Reads a row with one column of zeros and ones for each label."""
+    given: Row = row.value
+    labels = list[str]()
+    for name in _label_columns(given, columns):
+        if name not in given:
+            raise missing_column(given, name, "data.label_column", row.where)
+        value = given[name]
+        if value is None or value in ("", -1, "-1"):
+            raise row.error(f"it has no label, because its {name} is {'empty' if value in ('', None) else value}")
+        if (chosen := flag(value)) is None:
+            raise row.error(f"its {name} is {value!r} instead of 0 or 1")
+        labels += [name] if chosen else []
+    return _with_label(row, columns, labels)
+
+
+def _with_label(row: SourceRow, columns: Columns, label: Any) -> LabeledText:
+    text, pair = _text_columns(row.value, columns)
+    if columns.pair is not None and pair is None:
+        raise missing_column(row.value, columns.pair, "data.text_pair_column", row.where)
+    read = _texts(row, _without_labels(row.value, columns), text, pair)
+    return LabeledText(read.where, read.text, read.pair, label)
+
+
+def _label_columns(row: Row, columns: Columns) -> tuple[str, ...]:
+    return columns.labels or (flag_columns(iter((row,))) if columns.label is None else ())
+
+
+def _has_label_columns(row: Row, columns: Columns) -> bool:
+    return bool(_label_columns(row, columns))
+
+
+def _without_labels(row: Row, columns: Columns) -> Row:
+    label = find_column(row, columns.label, LABEL_COLUMNS)
+    labels = {label, *_label_columns(row, columns)}
+    return {name: value for name, value in row.items() if name not in labels}
 
 
 def _unused(row: Row, columns: Columns) -> Iterator[str]:
-    label, pair = find_column(row, columns.label, LABEL_COLUMNS), _pair_column(row, columns)
-    texts = {key: value for key, value in row.items() if key not in (label, pair)}
-    return unused_columns(row, (label, pair, text_column(texts, columns.text)))
+    labels = {*row} - {*_without_labels(row, columns)}
+    return unused_columns(row, (*labels, *_text_columns(row, columns)), columns)
 
 
-def _pair_column(given: Row, columns: Columns) -> Any:
-    return find_column(given, columns.pair, (PAIR_COLUMN,))
+def _text_columns(row: Row, columns: Columns) -> tuple[Any, Any]:
+    """Returns the keys of the text and of the second text, which are None if they are unclear or do not exist."""
+    pair = find_column(row, columns.pair, (PAIR_COLUMN,))
+    if pair is None and columns.text is None and columns.pair is None and "text" not in row:
+        usual = next((pair for pair in PAIR_COLUMNS if all(isinstance(row.get(name), str) for name in pair)), None)
+        if usual is not None:
+            return usual
+    if columns.text is not None:
+        return column_key(row, columns.text), pair
+    others = {name: value for name, value in _without_labels(row, columns).items() if name != pair}
+    return main_text(others), pair
 
 
 def _has_pair(row: Row, columns: Columns) -> bool:
-    return _pair_column(row, columns) is not None
+    return _text_columns(row, columns)[1] is not None and not columns.labels
 
 
 def _texts(row: SourceRow, given: Row, column: Any, pair: Any) -> LabeledText:
@@ -125,7 +173,7 @@ def number_columns(paths: Sequence[Path], columns: Columns) -> tuple[Columns, st
     """Returns the numbers of the text's and the label's column, with a message, if no table has a header."""
     names = (
         *(TEXT_NAMES if columns.text is None else (columns.text,)),
-        *(LABEL_COLUMNS if columns.label is None else (columns.label,)),
+        *(columns.labels or (LABEL_COLUMNS if columns.label is None else (columns.label,))),
         PAIR_COLUMN if columns.pair is None else columns.pair,
     )
     unnamed = first_lines_of_data(paths, columns, names)
@@ -147,9 +195,11 @@ def number_columns(paths: Sequence[Path], columns: Columns) -> tuple[Columns, st
 
 
 LABELED = Forms("a text and a label", (
+    Form(("text", "toxic", "threat"), _labeled_by_columns, {"text": "You are kind.", "toxic": 0, "threat": 0},
+         ("content", "text_pair"), _has_label_columns, unused=_unused),
     Form(("text", "text_pair", "label"), _labeled,
          {"text": "A man sleeps.", "text_pair": "Nobody is awake.", "label": "entailment"},
-         ("content", "labels"), _has_pair, unused=_unused),
+         ("content", "labels", *(name for pair in PAIR_COLUMNS for name in pair)), _has_pair, unused=_unused),
     Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, ("content", "labels"), any_row,
          unused=_unused),
 ), text_rows=True, resolve=number_columns)  # fmt: skip

@@ -43,7 +43,13 @@ KINDS: dict[RowKind, str] = {
 }
 TRIPLET_COLUMNS = ("anchor", "positive", "negative")
 # Pairs of text columns to try, in this order, if none is configured.
-PAIR_COLUMNS = (("text1", "text2"), ("sentence1", "sentence2"), ("text", "text_pair"))
+PAIR_COLUMNS = (
+    ("text1", "text2"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text", "text_pair"),
+)
 SCORE_COLUMNS = ("score", "similarity_score", "similarity", "label")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from sansgpu.models.huggingface.source import (
     gguf_file_of,
     is_base_quantized,
     library_errors,
+    own_labels,
     pretrained_config,
     set_labels,
     source_of,
@@ -94,6 +95,7 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
             "different model."
         )
     dtype = torch.float32 if model.adapter == "none" else "auto"
+    known = own_labels(pretrained_config(model)) if head.labels else ()
     if (precision := base_precision(model, frozen)) is not None:
         config = pretrained_config(model)
         loaded, new = _load_one_by_one(model, head, seed, config, stored_weights(model), precision)
@@ -112,6 +114,7 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
             f"{model.name_or_path} is an encoder, whose tokens attend to later ones, but this needs a decoder; train "
             "it with task classify, tokens, qa or embed."
         )
+    _keep_rows_of_labels(loaded, model, known, head.labels)
     missing = (key for key in new if head.type == "causal" or not _may_be_new(loaded, key))
     if (first := min(missing, default=None)) is not None:
         if all(name in new for name, _ in loaded.named_parameters()):
@@ -124,6 +127,30 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
             "different shape; download or export the model again."
         )
     return configure_for_training(loaded, model)
+
+
+def _keep_rows_of_labels(
+    loaded: PreTrainedModel, model: ModelConfig, known: Sequence[str], labels: Sequence[str]
+) -> None:
+    """Copies the rows of the stored head to the labels of the same name, if a classifier's labels change."""
+    kept = [(row, known.index(name)) for row, name in enumerate(labels) if name in known]
+    if tuple(known) == tuple(labels) or not kept:
+        return
+    rows, stored_rows = map(list, zip(*kept, strict=True))
+    try:
+        stored = stored_weights(model)
+    except ConfigError:
+        raise ConfigError(
+            f"{model.name_or_path} has no model.safetensors, from which its labels {', '.join(known)} could be kept; "
+            "save the model with transformers, or rename the labels to train a new head."
+        ) from None
+    with torch.no_grad():
+        for name, parameter in loaded.named_parameters():
+            before = stored.get(name)
+            if is_inside(loaded, name) or before is None or before.shape != (len(known), *parameter.shape[1:]):
+                continue
+            if len(parameter) == len(labels):
+                parameter[rows] = before.read().to(parameter.dtype)[stored_rows]
 
 
 def _load(

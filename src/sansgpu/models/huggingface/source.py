@@ -74,6 +74,12 @@ def set_labels(config: PreTrainedConfig, labels: Sequence[str], problem_type: An
     config.problem_type = problem_type
 
 
+def own_labels(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Returns the labels of a classifier in the order of its logits; empty if they have transformers' default names."""
+    names = tuple(str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items()))
+    return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
+
+
 def model_file(model: ModelConfig, name: str) -> Path | None:
     """Returns the path of a file of a model, downloading it if needed, or None if the model does not have it."""
     if is_gguf(str(model.name_or_path)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from sansgpu.config.schema import Config
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.sequences import LabeledSequences
+from sansgpu.tasks.classify.checks import label_notes
 from sansgpu.tasks.classify.labels import Labels, tokenize_texts, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.evaluation import TokenizedCorpus
@@ -52,10 +54,21 @@ def labels_of(objective: ClassifyObjective) -> Labels:
 
 
 def tokenize_labeled(
-    texts: list[LabeledText], labels: Labels, config: Config, tokenizer: Any, bad_rows: RowReport, note: Any
+    texts: list[LabeledText],
+    labels: Labels,
+    config: Config,
+    tokenizer: Any,
+    bad_rows: RowReport,
+    note: Callable[[str], None],
+    trains: bool = False,
 ) -> LabeledSequences:
-    """Tokenizes texts, and reports the number of truncated ones to `note`. Rows with unknown labels are bad rows."""
+    """Tokenizes texts, and reports the number of truncated ones to `note`. Rows with unknown labels are bad rows.
+
+    If the model `trains` on the texts, also reports what may be wrong with their labels.
+    """
     kept, targets = with_targets(texts, labels, bad_rows)
+    for message in label_notes(kept, targets, labels) if trains and kept else ():
+        note(message)
     longest = longest_example(config, tokenizer)
     made = tokenize_texts(kept, tokenizer, longest)
     if made.truncated:
@@ -63,7 +76,15 @@ def tokenize_labeled(
     return LabeledSequences(made.ids, targets, made.types)
 
 
-def balanced_weights(targets: np.ndarray, labels: int) -> torch.Tensor:
-    """Returns class weights, (L,), that give all labels the same total weight and have a mean of 1 over examples."""
-    counts = np.bincount(targets, minlength=labels)
+def balanced_weights(targets: np.ndarray, labels: Labels) -> torch.Tensor:
+    """Returns class weights, (L,), for the targets of the training rows.
+
+    For a single label per row, all labels get the same total weight, with a mean of 1 over examples. For several, it is
+    the pos_weight of each label: negative / positive examples, or 1 if all examples are equal.
+    """
+    if labels.kind == "multiple":
+        positive = targets.sum(axis=0)
+        ratio = (len(targets) - positive) / np.maximum(positive, 1)
+        return torch.from_numpy(np.where((positive > 0) & (positive < len(targets)), ratio, 1)).float()
+    counts = np.bincount(targets[:, 0], minlength=len(labels.names))
     return torch.from_numpy(len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))).float()

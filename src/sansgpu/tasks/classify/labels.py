@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from sansgpu.config import ConfigError
+from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted, truncate
-from sansgpu.data.forms.labels import LabeledText
+from sansgpu.data.forms.labels import LabeledText, label_name
 from sansgpu.data.row_report import RowReport
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
+from sansgpu.models.formats.folders import base_of, has_architecture
+from sansgpu.models.huggingface.source import own_labels, pretrained_config
+from sansgpu.tasks.classify.label_values import SEPARATORS, Cells, bit, number_of, numbers_kind, recognize_cells
+from sansgpu.tasks.classify.settings import WeightedDataConfig
 
 LabelKind = Literal["single", "multiple", "regression"]
 
-MAX_NUMBER_CLASSES = 30  # if there are more distinct integers, they are scores, unless data.label_kind is set
 BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
+HEAD_CLASS = "ForSequenceClassification"  # ending of the class of transformers' classifiers
+NO_LABEL = "-1"  # stands for a missing label next to the ids 0, 1, 2, as in datasets of the Hugging Face Hub
 
 
 @dataclass(frozen=True)
@@ -27,64 +33,137 @@ class Labels:
 
     kind: LabelKind
     names: tuple[str, ...]
-    note: str | None = None  # message on why this kind was chosen
+    notes: tuple[str, ...] = ()  # messages on why this kind and these names were chosen
+    cells: Cells | None = None  # how the rows write them; None: recognized in each dataset
 
     @property
     def shown(self) -> str:
         return "a number to predict" if self.kind == "regression" else counted(len(self.names), "label")
 
+    def names_in(self, text: LabeledText, cells: Cells) -> list[str]:
+        """Returns the names of a row's labels. Raises BadRowError if they are none of those that are known."""
+        if isinstance(text.label, str) and (name := self._name_of(text.label)) in self.names:
+            return [name]
+        found = cells.labels_of(text.label)
+        if cells.kind == "vector":
+            return self._names_of_vector(text, found, cells.width)
+        if fraction := next((v for v in found if isinstance(v, float) and not v.is_integer()), None):
+            raise text.error(f"its label lists the number {fraction:g}, but probabilities of labels cannot be learned")
+        names = list(dict.fromkeys(map(self._name_of, found)))
+        if (unknown := next((name for name in names if name not in self.names), None)) is not None:
+            raise text.error(
+                f"its label {unknown!r} is not one of the {len(self.names)} labels of the training data"
+                if unknown != NO_LABEL or "2" not in self.names
+                else "its label is -1, which usually means that a row has no label (to learn it, add it to data.labels)"
+            )
+        return names
 
-def _number(value: Any) -> float | None:
-    """Converts a label that is a number, or a string with one, to float; None if it is not a finite number."""
-    if isinstance(value, (bool, list)):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    def _name_of(self, value: Any) -> str:
+        exact = str(value).strip()  # data.labels may have a name such as 1.0
+        return exact if exact in self.names else label_name(value)
+
+    def _names_of_vector(self, text: LabeledText, values: list[Any], width: int) -> list[str]:
+        bits = [bit(value) for value in values]
+        if len(bits) != width or None in bits:
+            raise text.error(f"its label is {text.label!r}, but others are vectors of {width} zeros and ones")
+        return [name for name, chosen in zip(self.names, bits, strict=True) if chosen]
 
 
-def find_labels(
-    texts: Sequence[LabeledText], configured: Literal["auto"] | LabelKind, names: Sequence[str] | None, source: str
-) -> Labels:
-    """Determines the kind and the names of the labels of dataset `source`. Raises ConfigError if all are equal."""
-    kind: LabelKind
-    note = None
-    if configured == "auto":
-        kind, why = _kind([text.label for text in texts])
-        note = f"{source}: {why}; if that is wrong, set data.label_kind." if why else None
-    else:
-        kind = configured
-    found = dict.fromkeys(label for text in texts for label in text.labels)
-    if (len(found) == 1 and kind != "multiple") or not found:
+def find_labels(texts: Sequence[LabeledText], data: WeightedDataConfig, source: str, columns: Sequence[str]) -> Labels:
+    """Determines the kind and the names of the labels of dataset `source`. Raises ConfigError if all are equal.
+
+    `columns` are the columns of zeros and ones that the labels come from, if any.
+    """
+    values, configured = [text.label for text in texts], data.label_kind
+    names: Sequence[str] | None = data.labels
+    split = None if configured == "auto" else configured == "multiple"
+    cells = Cells() if columns else recognize_cells(values, split, data.label_separator)
+    kind, why = _kind(values, cells, configured, names)
+    if columns:
+        names, why = columns if names is None else names, ""
+    found = _names_of(texts, cells)
+    if (len(found) == 1 and kind != "multiple") or not (found or names):
         shown = f"only one label, {truncate(next(iter(found)))!r}" if found else "no label"
         raise ConfigError(f"{source} has {shown}, so there is nothing to learn; add rows with different labels.")
+    notes = [f"{source}: {why}."] if why else []
     if kind == "regression":
-        return Labels(kind, (), note)
-    names = names if names is not None else _ordered(list(found))
-    return Labels(kind, tuple(names), note)
+        return Labels(kind, (), tuple(notes), cells)
+    if names is None:
+        names = _ordered(found)
+    elif cells.kind == "vector" and len(names) != cells.width:
+        raise ConfigError(
+            f"{source}: labels are vectors of {cells.width} zeros and ones, but data.labels has {len(names)} names; "
+            f"set it to {cells.width} names."
+        )
+    return Labels(kind, tuple(names), tuple(notes), cells)
 
 
-def _kind(labels: Sequence[Any]) -> tuple[LabelKind, str]:
+def with_labels_of_model(labels: Labels, config: Config) -> Labels:
+    """Returns the labels in the order of the classifier that is trained further, if some are the same.
+
+    Its labels keep their ids and rows of the head, and new ones are added at the end. Raises ConfigError if there are
+    new ones, but the classifier is an adapter, whose head cannot grow.
+    """
+    known, cells = _labels_of_model(config), labels.cells
+    shared = {*known} & {*labels.names}
+    if config.data.labels is not None or known == labels.names or not shared or (cells and cells.kind == "vector"):
+        return labels
+    name, names = config.model.name_or_path, (*known, *(name for name in labels.names if name not in shared))
+    added = truncate(", ".join(names[len(known) :]))
+    if added and base_of(config.model) is not None:
+        raise ConfigError(
+            f"{name} is an adapter with the labels {truncate(', '.join(known))}, and cannot get new ones ({added}); "
+            "export it merged first, or remove these rows."
+        )
+    absent = truncate(", ".join(name for name in known if name not in shared))
+    changes = "".join([f"; added: {added}" if added else "", f"; in no row: {absent}" if absent else ""])
+    return replace(
+        labels,
+        names=names,
+        notes=(*labels.notes, f"{name}: its {counted(len(known), 'label')} keep their ids{changes} (data.labels)."),
+    )
+
+
+def _labels_of_model(config: Config) -> tuple[str, ...]:
+    """Returns the labels of the base model if it classifies texts and names them."""
+    name = str(config.model.name_or_path)
+    base = pretrained_config(config.model)
+    classes = getattr(base, "architectures", None) or ()
+    is_classifier = has_architecture(local_path(name), HEAD_CLASS) or any(c.endswith(HEAD_CLASS) for c in classes)
+    names = own_labels(base) if is_classifier else ()
+    return names if len(names) > 1 and getattr(base, "problem_type", None) != "regression" else ()
+
+
+def _names_of(texts: Sequence[LabeledText], cells: Cells) -> list[str]:
+    if cells.kind == "vector":
+        return [str(number) for number in range(cells.width)]
+    found = dict.fromkeys(label_name(label) for text in texts for label in cells.labels_of(text.label))
+    if {NO_LABEL, "0", "1", "2"} <= {*found}:
+        del found[NO_LABEL]
+    return [*found]
+
+
+def _kind(
+    values: Sequence[Any], cells: Cells, configured: Literal["auto"] | LabelKind, names: Sequence[str] | None
+) -> tuple[LabelKind, str]:
     """Returns the kind of labels, and a message with the reason, which is empty in the usual case."""
-    if any(isinstance(label, list) for label in labels):
-        return "multiple", "labels are lists, so each row may have several labels"
-    numbers = {_number(label) for label in labels}
-    values = [value for value in numbers if value is not None]
-    if len(values) < len(numbers):
+    if configured != "auto":
+        return configured, ""
+    if cells.kind != "one" or any(isinstance(value, list) for value in values):
+        named = "; data.labels names them" if cells.kind == "vector" and not names else ""
+        return "multiple", f"{cells.why}, so each row may have several labels (data.label_kind multiple){named}"
+    if cells.why:
+        return "single", f"{cells.why} (data.label_kind single); if they are several, set data.label_separator"
+    kind = None if names else numbers_kind(values)
+    if kind is None:
         return "single", ""
-    if any(not value.is_integer() for value in values):
-        return "regression", "labels are numbers with fractions, so the model predicts a number (regression)"
-    if len(values) > MAX_NUMBER_CLASSES:
-        reason = f"labels are {len(values)} distinct numbers, so the model predicts a number (regression)"
-        return "regression", reason
-    return "single", ""
+    other = "regression" if kind[0] == "single" else "single"
+    return kind[0], f"{kind[1]}; if that is wrong, set data.label_kind to {other}"
 
 
 def _ordered(names: list[str]) -> list[str]:
     """Sorts labels: by value if they are numbers, otherwise alphabetically."""
-    numbers = {name: _number(name) for name in names}
+    numbers = {name: number_of(name) for name in names}
     if all(number is not None for number in numbers.values()):
         return sorted(names, key=lambda name: (numbers[name], name))
     return sorted(names)
@@ -99,26 +178,38 @@ def with_targets(
     scores.
     """
     index = {name: number for number, name in enumerate(labels.names)}
+    cells = labels.cells or cells_with_names(texts, labels)
 
     def target(text: LabeledText) -> tuple[LabeledText, list[float]]:
         if labels.kind == "regression":
-            number = _number(text.label)
+            number = number_of(text.label)
             if number is None:
                 raise text.error(f"its label is {text.label!r}, not a number")
             return text, [number]
-        if labels.kind == "single" and isinstance(text.label, list):
+        chosen = [index[name] for name in labels.names_in(text, cells)]
+        if labels.kind == "multiple":
+            return text, [float(number in chosen) for number in range(len(index))]
+        if isinstance(text.label, list) and len(chosen) != 1:
             raise text.error("its label is a list, but data.label_kind is single")
-        if unknown := next((name for name in text.labels if name not in index), None):
-            raise text.error(f"its label {unknown!r} is not one of the {len(index)} labels of the training data")
-        chosen = [index[name] for name in text.labels]
-        if labels.kind == "single":
-            return text, [chosen[0]]
-        return text, [float(number in chosen) for number in range(len(index))]
+        return text, [chosen[0]]
 
     kept = list(bad_rows.parsed(texts, target))
     width = len(index) if labels.kind == "multiple" else 1
     dtype = np.float32 if labels.kind == "regression" else np.int64
     return [text for text, _ in kept], np.array([row for _, row in kept], dtype).reshape(-1, width)
+
+
+def cells_with_names(texts: Sequence[LabeledText], labels: Labels) -> Cells:
+    """Returns how the rows of a dataset to evaluate on write labels whose names are known."""
+    if labels.kind != "multiple":
+        return Cells()
+    values = [text.label for text in texts]
+    cells = recognize_cells(values, None, None)
+    if cells.kind == "vector" and cells.width == len(labels.names):
+        return cells
+    unknown = [label_name(v) for v in values if isinstance(v, str) and label_name(v) not in labels.names]
+    separators = (s for s in SEPARATORS if any({*map(str.strip, v.split(s))} <= {*labels.names} for v in unknown))
+    return Cells("list", next(separators, None))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class ClassifyObjective(FineTuning):
     """A sequence classification model and its loss."""
 
     head_type: ClassVar[HeadType] = "sequence"
-    class_weights: torch.Tensor | None = None  # (L,); set in training only
+    class_weights: torch.Tensor | None = None  # (L,), of examples or of positive labels; set in training only
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
@@ -59,11 +59,14 @@ class ClassifyObjective(FineTuning):
         """
         known = batch.has_target()
         targets = batch.targets.masked_fill(~known[:, None], 0)
+        on_device = None if weights is None else weights.to(logits.device)
         if self.label_kind == "single":
-            on_device = None if weights is None else weights.to(logits.device)
             losses = F.cross_entropy(logits, targets[:, 0], on_device, reduction="none", label_smoothing=smoothing)
         elif self.label_kind == "multiple":
-            losses = F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none").mean(dim=1)
+            entropies = F.binary_cross_entropy_with_logits(
+                logits, targets.to(logits.dtype), reduction="none", pos_weight=on_device
+            )
+            losses = entropies.mean(dim=1)
         else:
             losses = (logits[:, 0] - targets[:, 0]).square()
         return losses * known

@@ -30,19 +30,26 @@ class LabelDataConfig(DataConfig):
 
     label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
         "auto",
-        description="single: one label per row; multiple: a list of labels per row; regression: a number per row; "
-        "auto: multiple for lists, regression for numbers with fractions or more than 30 distinct numbers, otherwise "
-        "single",
+        description="single: one label per row; multiple: several labels per row; regression: a number per row; auto: "
+        "multiple for lists, 0/1 vectors and columns with separators, regression for numbers with fractions and for "
+        "more than 30 distinct whole numbers with few rows each, otherwise single",
     )
 
 
 class WeightedDataConfig(LabelDataConfig):
     """The section `data` of task classify without training.few_shot."""
 
+    label_separator: str | None = Field(
+        None,
+        min_length=1,
+        description="text between several labels in a cell, such as `|`. Default: `|`, `;` or `,` if the parts of "
+        "cells recur in different combinations",
+    )
     class_weights: Literal["none", "balanced"] = Field(
         "none",
-        description="balanced: weight the loss of each row by rows / (labels x rows with its label), so that rare "
-        "labels count as much as frequent ones",
+        description="balanced: weight the loss so that rare labels count as much as frequent ones: that of each row by "
+        "rows / (labels x rows with its label), or, if rows may have several labels, that of rows with a label by rows "
+        "without it / rows with it (pos_weight). Evaluations stay unweighted",
     )
 
 
@@ -73,9 +80,13 @@ CLASS_METRICS = (
 def _classify_problems(config: Any) -> Iterator[str]:
     """Yields a message for each invalid setting of task classify."""
     yield from fine_tuning_problems(config)
-    if config.data.label_kind in ("multiple", "regression"):
-        keys = ("data.class_weights", "training.label_smoothing")
-        yield from config.without_effect(keys, f"data.label_kind is {config.data.label_kind}")
+    unused = {
+        "single": ("data.label_separator",),
+        "multiple": ("training.label_smoothing",),
+        "regression": ("data.label_separator", "data.class_weights", "training.label_smoothing"),
+    }
+    kind = config.data.label_kind
+    yield from config.without_effect(unused.get(kind, ()), f"data.label_kind is {kind}")
     if config.data.label_kind != "regression":
         yield from label_problems(config, 1 if config.data.label_kind == "multiple" else 2)
 

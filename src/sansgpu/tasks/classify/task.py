@@ -12,12 +12,13 @@ import torch
 from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.label_columns import find_label_columns
 from sansgpu.data.forms.labels import LABELED, LabeledText, unlabeled_text
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.sources import open_single, open_sources
-from sansgpu.data.split import describe_split
+from sansgpu.data.split import describe_leak, describe_split
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
@@ -26,7 +27,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
-from sansgpu.tasks.classify.labels import Labels, find_labels, tokenize_texts
+from sansgpu.tasks.classify.labels import Labels, find_labels, tokenize_texts, with_labels_of_model
 from sansgpu.tasks.classify.objective import LABEL_KINDS, ClassifyObjective
 from sansgpu.tasks.classify.settings import SETTINGS, LabelDataConfig, WeightedDataConfig
 from sansgpu.tasks.evaluation import require_rows
@@ -46,23 +47,25 @@ class Classify(Predicts, FineTuningTask):
         super().__init__(config, corpus, effective_batch)
         self.evaluator = ClassifyEvaluator(self.objective, corpus.validation, 0)
         if WeightedDataConfig.of(config).class_weights == "balanced":
-            self.objective.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
+            self.objective.class_weights = balanced_weights(corpus.train.targets, corpus.labels)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = resolve_columns(LabelDataConfig.of(config), LABELED)
-        config = config.model_copy(update={"data": data})
+        data, numbered = resolve_columns(WeightedDataConfig.of(config), LABELED)
         sources = open_sources(data, LABELED.text_rows)
+        columns, found = find_label_columns(sources.train.rows, Columns.of(data), sources.train.name)
+        data = columns.set_in(data)
+        config = config.model_copy(update={"data": data})
         tokenizer = load_tokenizer_of(config.model)
-        columns, notes = Columns.of(data), list[str]()
+        notes = [f"{found}."] if found else []
         train_rows, held_rows = RowReport.of(data), RowReport.of(data)
         texts = LABELED.read_all(sources.train.rows(), train_rows, columns)
         require_examples(sources, [len(texts)], "row", train_rows.notes())
         cls.require_readable(texts)
-        labels = find_labels(texts, data.label_kind, data.labels, sources.train.name)
+        labels = with_labels_of_model(find_labels(texts, data, sources.train.name, columns.labels), config)
         notes += [f"{numbered}, {labels.shown}."] if numbered else []
-        notes += [labels.note] if labels.note else []
+        notes += labels.notes
         config = with_labels(config, labels)
         split = None
         if sources.validation is not None:
@@ -75,14 +78,18 @@ class Classify(Predicts, FineTuningTask):
         def tokenized(part: list[LabeledText], rows: RowReport, name: str) -> LabeledSequences:
             size = sum(len(text.text) for text in part)
             progress("tokenizing", size, size)
-            made = tokenize_labeled(
-                part, labels, config, tokenizer, rows, lambda note: notes.append(f"{name} data: {note}")
-            )
+
+            def said(note: str) -> None:
+                notes.append(f"{name} data: {note}")
+
+            made = tokenize_labeled(part, labels, config, tokenizer, rows, said, part is train)
             rows.report(lambda note: notes.append(f"{name} rows: {note}"))
             return made
 
         parts = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
         require_examples(sources, [len(part) for part in parts], "row", notes)
+        if leak := describe_leak(((t.text, t.pair) for t in train), [(t.text, t.pair) for t in held], "text"):
+            notes.append(f"{leak}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(parts[0])}-{parts[0].lengths.sum()}"
         return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels, split=split)
 

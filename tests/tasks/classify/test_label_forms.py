@@ -1,0 +1,299 @@
+"""Labels are read as files have them: classes, codes, numbers, several in a cell, vectors and 0/1 columns."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import ConfigError
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights
+from sansgpu.tasks.classify.labels import Labels
+from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.classify.task import Classify
+from sansgpu.tasks.configuration import load_config
+from tests.processes import overrides, write_rows
+from tests.tasks.fine_tuned import TINY
+from tests.tasks.folders import model_folder
+
+BERT = {"task": "classify", "model.name_or_path": model_folder("bert")}
+
+
+def prepared(path: Path, **changes: object) -> tuple[Any, LabeledCorpus]:
+    """Reads a file for training, and returns its settings of the data."""
+    chosen = {"data.dataset_name": path, "data.validation_name": path}
+    config, _ = load_config(None, overrides(TINY, BERT, chosen, changes))
+    config, corpus = Classify.prepare(config, path.parent, lambda *_: None)
+    return config.data, corpus
+
+
+def table(path: Path, rows: list[list[object]]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def labeled(tmp_path: Path, labels: list[object]) -> Path:
+    """Writes a table with these labels, one a row."""
+    return table(tmp_path / "rows.csv", [["text", "label"], *([f"text {n}", v] for n, v in enumerate(labels))])
+
+
+def said(corpus: LabeledCorpus) -> str:
+    return "\n".join(corpus.notes)
+
+
+# Classes and numbers
+
+CLASSES: dict[str, tuple[list[Any], int, str]] = {
+    "an id for each of forty": ([n % 40 for n in range(400)], 40, "40 distinct whole numbers, each in 10 rows"),
+    "ids of which some are missing": ([n % 60 for n in range(300) if n % 60 not in (3, 7)], 58, "so each is a class"),
+    "ids from 1": ([n % 150 + 1 for n in range(300)], 150, "so each is a class"),
+    "codes with zeros": ([f"{n % 50:03}" for n in range(60)], 50, "codes such as '000'"),
+    "sparse codes": ([1000 + 37 * (n % 35) for n in range(350)], 35, "so each is a class"),
+    "floats of whole numbers": ([f"{17 + n % 2}.0" for n in range(10)], 2, "so each is a class"),
+}
+NUMBERS: dict[str, list[Any]] = {
+    "fractions": ["0.5", "1", "1.5", "0.5"],
+    "decimal commas": ["3,5", "1,0", "2,5", "4,0"],
+    "counts of words": [n * n for n in range(200)],
+    "years of each row": [1900 + n for n in range(100)],
+    "a number for each row": [*range(100)],
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_whole_numbers_that_recur_are_classes(tmp_path: Path, name: str) -> None:
+    labels, count, why = CLASSES[name]
+    data, corpus = prepared(labeled(tmp_path, labels))
+    assert (data.label_kind, len(data.labels)) == ("single", count)
+    assert why in said(corpus)
+    assert "set data.label_kind to regression" in said(corpus)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_measures_are_predicted_as_numbers(tmp_path: Path, name: str) -> None:
+    data, corpus = prepared(labeled(tmp_path, NUMBERS[name]))
+    assert data.label_kind == "regression"
+    assert "set data.label_kind to single" in said(corpus)
+    first = float(str(NUMBERS[name][0]).replace(",", "."))
+    assert corpus.train.targets[0].tolist() == [first]
+
+
+def test_names_of_numbers_keep_leading_zeros_and_lose_the_point(tmp_path: Path) -> None:
+    assert prepared(labeled(tmp_path, ["007", "7", "010"]))[0].labels == ["007", "7", "010"]
+    path = labeled(tmp_path, ["17.0", "3.0", "", "17"])
+    with pytest.raises(ConfigError, match="row 3: it has no label"):
+        prepared(path)
+    data, corpus = prepared(path, data__on_bad_row="skip")
+    assert (data.labels, len(corpus.train)) == (["3", "17"], 3)
+    data, _ = prepared(labeled(tmp_path, ["1.0", "2.0"]), data__labels=["2.0", "1.0"])  # of an earlier release
+    assert data.labels == ["2.0", "1.0"]
+
+
+def test_a_missing_label_may_be_written_as_minus_one(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"a {n}", "label": v} for n, v in enumerate([0, 1, 2, -1])])
+    with pytest.raises(ConfigError, match=r"line 4: its label is -1, which usually means that a row has no label"):
+        prepared(path)
+    assert prepared(path, data__on_bad_row="skip")[0].labels == ["0", "1", "2"]
+    assert prepared(path, data__labels=["-1", "0", "1", "2"])[0].labels == ["-1", "0", "1", "2"]
+    assert prepared(labeled(tmp_path, [-1, 0, 1, 0]))[0].labels == ["-1", "0", "1"]
+
+
+# Several labels
+
+SEVERAL: dict[str, tuple[list[Any], list[str], list[list[int]]]] = {
+    "Python": (["['a', 'b']", "['c']", "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
+    "JSON": (['["a", "b"]', '["c"]', "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
+    "numpy": (["['a' 'b']", "['c']", "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
+    "numpy's numbers": (["[ 2 27]", "[3]", "[27]"], ["2", "3", "27"], [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
+    "without quotes": (["[a, b]", "[c]", "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
+    "bars": (["a|b", "c", "b|c"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
+    "semicolons": (["a; b", "c", "b;c"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
+    "commas": (["a, b", "c", "b, c"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
+    "ids between commas": (["27", "2,27", "3"], ["2", "3", "27"], [[0, 0, 1], [1, 0, 1], [0, 1, 0]]),
+    "vectors": (["[1, 0, 0]", "[0, 1, 1]", "[0 0 0]"], ["0", "1", "2"], [[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
+    "bits": (["1 0 0", "0 1 1", "0 0 0"], ["0", "1", "2"], [[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
+    "lists": ([["a", "b"], [], ["b"]], ["a", "b"], [[1, 1], [0, 0], [0, 1]]),
+    "lists of ids": ([[0, 2], [1], [2]], ["0", "1", "2"], [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
+    "lists of bits": ([[1, 0, 1], [0.0, 1.0, 0.0], [0, 0, 0]], ["0", "1", "2"], [[1, 0, 1], [0, 1, 0], [0, 0, 0]]),
+    "lists of two bits": ([[True, False], [False, False]], ["0", "1"], [[1, 0], [0, 0]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_labels_in_a_cell_are_recognized(tmp_path: Path, name: str) -> None:
+    labels, names, targets = SEVERAL[name]
+    rows = [{"text": f"text {n}", "labels": value} for n, value in enumerate(labels)]
+    data, corpus = prepared(write_rows(tmp_path / "rows.jsonl", rows))
+    assert (data.label_kind, data.labels, corpus.train.targets.tolist()) == ("multiple", names, targets)
+    assert "data.label_kind multiple" in said(corpus)
+
+
+SINGLE = {
+    "categories with commas": ["Arts, Crafts & Sewing", "Home, Garden", "Toys", "Home"],
+    "places": ["Springfield, IL", "Salem, MA", "Boston, MA", "Peoria, IL"],
+    "names": ["Smith, John", "Smith, Jane", "Doe, John"],
+    "sentences": ["I agree; fully", "I do not agree", "no answer", "other"],
+    "one with a bar": ["a|b", "c", "d"],
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_separator_within_names_does_not_split_them(tmp_path: Path, name: str) -> None:
+    data, _ = prepared(labeled(tmp_path, SINGLE[name]))  # type: ignore[arg-type]
+    assert (data.label_kind, data.labels) == ("single", sorted(SINGLE[name]))
+
+
+def test_the_separator_and_the_kind_can_be_set(tmp_path: Path) -> None:
+    path = labeled(tmp_path, ["a/b", "c/a", "c"])
+    assert prepared(path)[0].label_kind == "single"
+    data, corpus = prepared(path, data__label_separator="/")
+    assert (data.label_kind, data.labels) == ("multiple", ["a", "b", "c"])
+    assert prepared(labeled(tmp_path, ["a|b", "b|c", "c"]), data__label_kind="single")[0].labels == ["a|b", "b|c", "c"]
+    data, _ = prepared(labeled(tmp_path, ["x, y", "z, w"]), data__label_kind="multiple")
+    assert data.labels == ["w", "x", "y", "z"]
+    _, corpus = prepared(labeled(tmp_path, ["Home, Garden", "Toys", "Home", "Toys, Games"]))
+    assert "labels such as 'Home, Garden' are read as one label" in said(corpus)
+
+
+def test_vectors_of_another_length_and_probabilities_are_bad_rows(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"a {n}", "label": [n % 2, 1, 0]} for n in range(20)]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, {"text": "b", "label": [1, 0]}])
+    with pytest.raises(
+        ConfigError, match=r"line 21: its label is \[1, 0\], but others are vectors of 3 zeros and ones"
+    ):
+        prepared(path)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert prepared(path, data__labels=["x", "y", "z"])[0].labels == ["x", "y", "z"]
+    with pytest.raises(ConfigError, match=r"vectors of 3 zeros and ones, but data\.labels has 2 names"):
+        prepared(path, data__labels=["x", "y"])
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"a {n}", "label": [0.25, 0.75]} for n in range(3)])
+    with pytest.raises(ConfigError, match=r"lists the number 0\.25, but probabilities of labels cannot be learned"):
+        prepared(path)
+
+
+# Columns of zeros and ones
+
+
+def test_a_column_for_each_label_is_recognized_or_set(tmp_path: Path) -> None:
+    header = ["id", "comment_text", "toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate"]
+    rows = [[f"{n:016x}", f"comment {n}", int(n < 3), 0, int(n == 1), 0, int(n == 2), 0] for n in range(8)]
+    path = table(tmp_path / "train.csv", [header, *rows])
+    data, corpus = prepared(path)
+    assert (data.label_kind, data.labels, data.label_column) == ("multiple", header[2:], header[2:])
+    assert corpus.train.targets[1].tolist() == [1, 0, 1, 0, 0, 0]
+    assert "have only 0 and 1, so each is a label" in said(corpus)
+    assert "not used: id in 8 rows" in said(corpus)
+    data, corpus = prepared(path, data__label_column=["threat", "toxic"])
+    assert (data.labels, corpus.train.targets[0].tolist()) == (["threat", "toxic"], [0, 1])
+    assert prepared(path, data__label_column="*toxic")[0].labels == ["toxic", "severe_toxic"]
+    assert prepared(path, data__label_column=["threat", "in*"])[0].labels == ["threat", "insult"]
+
+
+def test_columns_of_flags_are_no_labels_beside_a_label(tmp_path: Path) -> None:
+    rows = [["text", "category", "verified", "recent"], *([f"a {n}", "xy"[n % 2], n % 2, 1] for n in range(6))]
+    data, corpus = prepared(table(tmp_path / "rows.csv", rows))
+    assert (data.labels, data.label_column) == (["x", "y"], "category")
+    assert "label = column category" in said(corpus)
+    assert "not used: verified in 6 rows, recent in 6" in said(corpus)
+
+
+BAD_FLAGS = {"2": "its threat is '2' instead of 0 or 1", "": "because its threat is empty", "-1": "its threat is -1"}
+
+
+@pytest.mark.parametrize("value", BAD_FLAGS)
+def test_a_value_that_is_no_flag_is_a_bad_row(tmp_path: Path, value: str) -> None:
+    rows = [["text", "toxic", "threat"], ["a", "0", "1"], ["b", "1", value]]
+    with pytest.raises(ConfigError, match=f"row 2: .*{BAD_FLAGS[value]}"):
+        prepared(table(tmp_path / "rows.csv", rows), data__label_column=["toxic", "threat"])
+    with pytest.raises(ConfigError, match="no column toxi, only text, toxic, threat"):
+        prepared(tmp_path / "rows.csv", data__label_column=["toxi"])
+    with pytest.raises(ConfigError, match=r"has no column tox_\*, only text, toxic, threat"):
+        prepared(tmp_path / "rows.csv", data__label_column="tox_*")
+
+
+# Rows in the form of public data
+
+
+def test_rows_in_the_form_of_public_data_need_no_setting(tmp_path: Path) -> None:
+    intents = [{"text": f"question {n}", "label": n % 77} for n in range(231)]
+    data, _ = prepared(write_rows(tmp_path / "banking77.jsonl", intents))
+    assert (data.label_kind, len(data.labels)) == ("single", 77)
+    rows = [["text", "category"], *([f"question {n}", f"intent_{n % 5}"] for n in range(10))]
+    assert prepared(table(tmp_path / "banking.csv", rows))[0].labels == [f"intent_{n}" for n in range(5)]
+    emotions = [{"text": f"remark {n}", "labels": [[27], [2, 14], [n % 28]][n % 3], "id": f"e{n}"} for n in range(60)]
+    data, corpus = prepared(write_rows(tmp_path / "go.jsonl", emotions))
+    assert data.label_kind == "multiple"
+    assert corpus.train.targets[1].tolist() == [int(name in ("2", "14")) for name in data.labels]
+    names = [f"emotion{n}" for n in range(28)]
+    about = ["text", "id", "author", "rater_id", "created_utc", "example_very_unclear"]
+    raw = [[f"remark {n}", f"e{n}", "someone", n % 2, 1.5e9 + n, "FALSE", *(int(n % 28 == i) for i in range(28))]
+           for n in range(30)]  # fmt: skip
+    data, corpus = prepared(table(tmp_path / "raw.csv", [[*about, *names], *raw]))
+    assert (data.label_column, data.labels) == (names, names)
+    assert corpus.train.targets.sum() == 30
+    entailed = [{"premise": f"a {n}", "hypothesis": "b", "label": n % 3, "idx": n} for n in range(9)]
+    _, corpus = prepared(write_rows(tmp_path / "nli.jsonl", entailed))
+    assert len(corpus.train.tokens[0]) == len(corpus.tokenizer("a 0", "b")["input_ids"])
+
+
+# What is said about labels
+
+
+def test_conflicts_variants_and_leaks_are_said(tmp_path: Path) -> None:
+    rows = [["text", "label"], ["fine", "Positive"], ["fine", "negative"], ["bad", "negative "], ["good", "positive"],
+            ["great", "positive"]]  # fmt: skip
+    path = table(tmp_path / "rows.csv", rows)
+    _, corpus = prepared(path)
+    assert "1 text occurs with different labels, such as 'fine': 'Positive' in " in said(corpus)
+    assert "white space around labels is left out, such as that of 'negative ' in 1 row" in said(corpus)
+    assert "labels that differ only in case or white space are different labels: 'Positive', 'positive'" in said(corpus)
+    assert "also in the training data: 5 of 5 validation texts" in said(corpus)
+    held = table(tmp_path / "held.csv", [["text", "label"], ["fine", "positive"], ["new", "negative"]])
+    _, corpus = prepared(path, data__validation_name=held)
+    assert "also in the training data: 1 of 2 validation texts" in said(corpus)
+
+
+def test_rare_labels_are_said(tmp_path: Path) -> None:
+    _, corpus = prepared(labeled(tmp_path, ["often"] * 98 + ["rarely"] * 2))
+    assert "rare labels in 100 rows: rarely (2.0%); data.class_weights balanced gives them more weight" in said(corpus)
+    _, corpus = prepared(labeled(tmp_path, [f"class {n % 40}" for n in range(400)]))
+    assert "rare labels" not in said(corpus)
+    _, corpus = prepared(labeled(tmp_path, [f"sentence number {n}" for n in range(40)]))
+    assert "40 of 40 labels occur only once; if the label is another column, set data.label_column" in said(corpus)
+
+
+# Class weights
+
+
+@pytest.mark.parametrize("kind", ["single", "multiple"])
+def test_weighted_losses_equal_their_formula(kind: Any) -> None:
+    draw = np.random.default_rng(0)
+    width = 4 if kind == "multiple" else 1
+    targets = draw.integers(0, 2 if kind == "multiple" else 4, (12, width))
+    weights = balanced_weights(targets, Labels(kind, ("a", "b", "c", "d"))).double()
+    batch = PackedSequences.of([np.ones(2, np.int32)] * 12, targets)
+    logits = torch.from_numpy(draw.normal(size=(12, 4))).requires_grad_()
+    objective = ClassifyObjective.__new__(ClassifyObjective)
+    problem = {"single": "single_label_classification", "multiple": "multi_label_classification"}[kind]
+    objective.head = type("Head", (), {"problem_type": problem})()  # type: ignore[assignment]
+    losses = objective.losses(logits, batch, 0.0, weights)
+    right = torch.from_numpy(targets)
+    if kind == "single":
+        counts = torch.bincount(right[:, 0], minlength=4).double()
+        assert weights.tolist() == pytest.approx((12 / (4 * counts)).tolist())
+        expected = -weights[right[:, 0]] * logits.log_softmax(1).gather(1, right)[:, 0]
+    else:
+        positive = right.sum(0).double()
+        assert weights.tolist() == pytest.approx(((12 - positive) / positive).tolist())
+        terms = weights * right * F.logsigmoid(logits) + (1 - right) * F.logsigmoid(-logits)
+        expected = -terms.mean(1)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9)
+    ours, theirs = (torch.autograd.grad(one.sum(), logits, retain_graph=True)[0] for one in (losses, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
