@@ -96,13 +96,13 @@ WORDS = "EU\tB-ORG\nrejects\tO\n\nPeter\tB-PER\nof\tO\nUN\tB-ORG\n"
 def test_words_with_tags_are_recognized(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     data = DataConfig(dataset_name=str(path))
-    for content in (WORDS, "-DOCSTART-\n\n" + WORDS, WORDS.replace("\t", " NN ")):
+    for content in (WORDS, "-DOCSTART-\n\n" + WORDS, WORDS.replace("\t", " NN "), "word\ttag\n" + WORDS):
         path.write_text(content)
         found, clause = resolve_columns(data, TAGGED)
         assert found.tag_column == -1
         assert clause is not None
         assert clause.startswith(f"{path}: its lines look like words with tags")
-    for content in ("word\ttag\n" + WORDS, WORDS.replace("\n\n", "\n"), "only words\nin texts\n"):
+    for content in (WORDS.replace("\n\n", "\n"), "only words\nin texts\n"):
         path.write_text(content)
         if name == "a.txt":
             assert resolve_columns(data, TAGGED) == (data, None)

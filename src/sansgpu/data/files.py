@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
-from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
+from sansgpu.data.conll import CONLL_SUFFIXES, as_text, conll_rows
 from sansgpu.data.lines import (
     BLOCK,
     binary_file,
@@ -46,8 +46,8 @@ class Piece(NamedTuple):
 
 
 def file_form(path: Path) -> str | None:
-    """Returns the file name's suffix without .gz, or None if the format is not supported."""
-    suffix = suffix_of(path)
+    """Returns the file name's suffix without .gz, `.conll` for all CoNLL formats, or None if it is not supported."""
+    suffix = ".conll" if suffix_of(path) in CONLL_SUFFIXES else suffix_of(path)
     return suffix if suffix in SUFFIXES else None
 
 
@@ -90,7 +90,7 @@ def read_rows(path: Path, header: Header = True, tag_column: int | None = None) 
         require_regular_file(path)
         raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
     with reading_file(path):
-        yield from _rows(path, header) if tag_column is None else conll_rows(read_lines(path, blank=True), tag_column)
+        yield from _rows(path, header) if tag_column is None else conll_rows(path, tag_column)
 
 
 def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
@@ -124,7 +124,7 @@ def _rows(path: Path, header: Header) -> Iterator[SourceRow]:
         case ".parquet":
             yield from _parquet_rows(path)
         case ".conll":
-            yield from conll_rows(read_lines(path, blank=True), DEFAULT_TAG_COLUMN)
+            yield from conll_rows(path, None)
 
 
 def _read_text(path: Path) -> Iterator[Piece]:

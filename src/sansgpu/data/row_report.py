@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from sansgpu.config import ConfigError
 from sansgpu.config.schema import DataConfig
 from sansgpu.config.wording import counted, truncate
-from sansgpu.data.rows import BadRowError
+from sansgpu.data.rows import BadRowError, LeftOutError
 
 SKIPPED_WITHOUT_LIMIT = 10  # invalid rows that may always be skipped, so that a small sample can be tried
 MAX_UNUSED_CHARACTERS = 400  # of the list of columns that are not used
@@ -36,6 +36,7 @@ class RowReport:
         self._limit = limit
         self._unused: Counter[str] = Counter()
         self._remarks: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # valid rows that are not used, by reason
         self.rows = 0  # of the source
         self.skipped = 0
         self.first: str | None = None  # error message of the first invalid row
@@ -55,6 +56,8 @@ class RowReport:
             seen += 1
             try:
                 value = parse(row)
+            except LeftOutError as error:
+                self.left_out[error.reason] += 1
             except BadRowError as error:
                 if self._fail:
                     raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
@@ -86,10 +89,13 @@ class RowReport:
         return dict(self._unused.most_common())
 
     def notes(self) -> list[str]:
-        """Returns messages about the skipped rows, about remarks and about what was not used, if any."""
+        """Returns messages about the rows that were skipped or left out, and about what was not used, if any."""
         notes = []
         if self.skipped:
             notes.append(f"bad rows skipped: {self.skipped} of {self.rows}; the first: {self.first}")
+        if self.left_out:
+            counts = (f"{counted(count, 'row')} {reason}" for reason, count in self.left_out.items())
+            notes.append(f"left out: {', '.join(counts)}")
         notes += [f"{what}: {counted(count, 'row')}" for what, count in self._remarks.items()]
         if self._unused:
             notes.append(truncate(f"not used: {counted_parts(self._unused)}", MAX_UNUSED_CHARACTERS))

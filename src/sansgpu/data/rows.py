@@ -58,6 +58,15 @@ class BadRowError(ConfigError):
     """Raised for an invalid row. The message starts with the row's location."""
 
 
+class LeftOutError(BadRowError):
+    """Raised for a valid row that its own values leave out, such as one that an annotator rejected."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        """`reason` follows the word "row" in messages."""
+        super().__init__(f"{where} is a row {reason}, which is left out.")
+        self.reason = reason
+
+
 def bad_row(where: str, problem: str) -> BadRowError:
     """Returns the error for an invalid row."""
     return BadRowError(f"{where} {truncate(problem, MAX_PROBLEM_CHARACTERS)}{ROW_REMEDY}")

@@ -57,7 +57,13 @@ class TaggedDataConfig(DataConfig):
     tag_column: int | None = Field(
         None,
         description="number of the column with the tags in CoNLL files, counted from 0, or from the end if negative; "
-        "if set, all files are read as CoNLL, whatever their suffix. Default: -1 for .conll files",
+        "if set, all files are read as CoNLL, whatever their suffix. Default: in .conll files the column with entity "
+        "tags such as B-PER, otherwise the last one",
+    )
+    span_offsets: Literal["auto", "characters", "utf16", "bytes"] = Field(
+        "auto",
+        description="what `start` and `end` of spans count: characters, UTF-16 units (JavaScript, Java) or UTF-8 "
+        "bytes; auto: what fits the spans' texts or the words' boundaries best in all rows",
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from seqeval.metrics import classification_report
 from seqeval.metrics.sequence_labeling import get_entities, precision_recall_fscore_support
 
-from sansgpu.data.forms.tags import iob2_tags
+from sansgpu.data.forms.words import iob2_tags
 from sansgpu.tasks.tokens.spans import (
     Scheme,
     SpanCounts,

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
-from sansgpu.data.forms.tags import TaggedText, untagged_text
+from sansgpu.data.forms.tags import untagged_text
+from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.rows import SourceRow
 from sansgpu.tasks.tokens.data import TagWindow, make_tag_windows
 from tests.tasks.tokenizer_kinds import KINDS, SPECIAL, tokenizer_of

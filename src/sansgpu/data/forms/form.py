@@ -74,6 +74,8 @@ class Forms(Generic[T_co]):
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
     # Names of the values of a row that is a list, of which the last has the rest as a list. Empty: lists are invalid.
     list_columns: tuple[str, ...] = ()
+    # Joins rows that are one example together, such as the words of a sentence, and takes apart those without columns.
+    regroup: Callable[[Iterable[SourceRow]], Iterator[SourceRow]] | None = None
 
     def read(self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None) -> T_co:
         """Returns the content of a row, and counts in `report` what is not used of it.
@@ -93,9 +95,9 @@ class Forms(Generic[T_co]):
         return content
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        """Yields rows, and the single rows of those that hold several."""
+        """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""
         nested = [form for form in self.forms if form.split is not None]
-        for row in map(self._with_names, rows):
+        for row in map(self._with_names, rows if self.regroup is None else self.regroup(rows)):
             given = row.value if row.problem is None and isinstance(row.value, dict) else {}
             split = next((form.split for form in nested if form.fits(given, USUAL)), None)
             yield from (row,) if split is None else split(row)

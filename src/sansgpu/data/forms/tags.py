@@ -1,207 +1,282 @@
-"""Texts with tagged words: CoNLL sentences and rows with `tokens` and `tags`, or with `text` and `spans`.
-
-W words of a text.
-"""
+"""Texts with tagged words: CoNLL sentences, rows with `tokens` and `tags`, and rows with `text` and `spans`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import BertPreTokenizer, Split
-from tokenizers.pre_tokenizers import Sequence as Steps
+from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
-from sansgpu.data.conll import DEFAULT_TAG_COLUMN, conll_columns
-from sansgpu.data.forms.form import Form, Forms, any_row
+from sansgpu.data.conll import DOCUMENT_START, ConllLayout, conll_layout
+from sansgpu.data.files import file_form
+from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
+from sansgpu.data.forms.offsets import SpannedText
+from sansgpu.data.forms.sentences import SENTENCE_NAMES, tagged_rows, word_columns
+from sansgpu.data.forms.spans import (
+    SPAN_COLUMNS,
+    TEXT_COLUMNS,
+    is_label_studio,
+    label_studio_task,
+    label_studio_text,
+    literal,
+    span_column,
+    spanned_text,
+    text_column_of,
+    unused_of_label_studio,
+    unused_of_spans,
+)
+from sansgpu.data.forms.words import TaggedText, WordSpan, iob2_tags, longest_first, of_tokens, word_bounds
 from sansgpu.data.lines import read_lines, suffix_of
-from sansgpu.data.rows import Row, SourceRow, TypedRow, column_names
-from sansgpu.data.tables import MAX_FIRST_LINES, TABLES, Columns, is_table
+from sansgpu.data.rows import Row, SourceRow, column_names
+from sansgpu.data.tables import MAX_FIRST_LINES, TABLES, Columns, is_table, table_lines
 
-OUTSIDE = "O"
-TAG_COLUMNS = ("tags", "ner_tags")
-CONLL_SUFFIXES = (*TABLES, ".txt")  # files that may have CoNLL columns, in addition to .conll
-_SPAN_KEYS = ("start", "end", "label", "text")
-# How texts are split into words: as in BERT, by white space and punctuation, and by character in unspaced scripts.
-_UNSPACED = Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
-_WORDS = Steps([BertPreTokenizer(), Split(_UNSPACED, "isolated")])
-
-
-class WordSpan(NamedTuple):
-    """Words [start, stop) with a label."""
-
-    start: int
-    stop: int
-    label: str
-
-
-def iob2_tags(spans: Iterable[WordSpan], words: int) -> tuple[str, ...]:
-    """Returns the IOB2 tags of a sentence: `B-` for the first word of each span and `I-` for its other words."""
-    tags = [OUTSIDE] * words
-    for span in spans:
-        tags[span.start : span.stop] = [f"B-{span.label}", *[f"I-{span.label}"] * (span.stop - span.start - 1)]
-    return tuple(tags)
-
-
-@dataclass(frozen=True, eq=False)
-class TaggedText(TypedRow):
-    """A text with its words. `tags` has one tag per word, or is empty if the row has no tags."""
-
-    text: str
-    starts: np.ndarray  # (W,) int32: start character of each word
-    ends: np.ndarray  # (W,) int32: end character of each word
-    tags: tuple[str, ...] = ()
-    moved_spans: int = 0  # spans that do not start and end at word boundaries, or have no words of their own
-
-    def word(self, number: int) -> str:
-        return self.text[self.starts[number] : self.ends[number]]
+TOKEN_COLUMNS = ("tokens", "words", "tokenized_text")
+TAG_COLUMNS = (
+    "tags",
+    "ner_tags",
+    "ner",
+    "labels",
+    "label",
+    "tag",
+    "ner_labels",
+    "bio_tags",
+    "iob_tags",
+    "word_labels",
+    "upos",
+    "pos_tags",
+)  # fmt: skip  in the order in which they are tried
+TOKEN_SPAN_COLUMNS = ("ner", "entities", "spans")  # with token numbers instead of offsets
+_SENTENCES = ("sentence", "Sentence", "text")  # columns with a sentence whose words, between spaces, have tags
 
 
 def untagged_text(row: SourceRow) -> TaggedText:
-    """Reads the `text` or the `tokens` of a row without its tags. Raises BadRowError if it is invalid."""
-    return _words(row) if "tokens" in row.columns(TAGGED.needed) else _text(row)
+    """Reads the text or the tokens of a row without its tags. Raises BadRowError if it is invalid."""
+    value = row.columns(TAGGED.needed)
+    name = _token_column(value)
+    if name is not None and not (isinstance(value[name], str) and text_column_of(value)):
+        return of_tokens(row, _list(value[name]))
+    if is_label_studio(value, Columns()):
+        text = label_studio_text(row)
+    elif name := text_column_of(value):
+        text = row.required_text(name)
+    else:
+        raise row.error(
+            f"it has the columns {column_names(value)}, but needs `tokens` and `tags`, or `text` and `spans`"
+        )
+    return TaggedText(row.where, text, *word_bounds(text))
 
 
-def _has_tokens(row: Row, columns: Columns) -> bool:
-    return "tokens" in row
+def _token_column(row: Row) -> str | None:
+    """Returns the column with the words of a row, or None. Prodigy's tokens are objects, which follow from the text."""
+    for name in TOKEN_COLUMNS:
+        tokens = row.get(name)
+        if isinstance(tokens, (list, str)) and not (tokens and isinstance(tokens[0], dict)):
+            return name
+    return None
+
+
+def _list(value: Any) -> Any:
+    """Returns a list that a table has as text: in JSON, in Python's or NumPy's notation, or words between spaces."""
+    if not isinstance(value, str):
+        return value
+    found = literal(value)
+    return found if isinstance(found, list) else value.split()
+
+
+# Tags of tokens
+
+
+def _tag_column(row: Row) -> str | None:
+    """Returns the column with the tags: the first whose values are not lists or objects, such as spans."""
+    names = {str(name).casefold(): name for name in reversed(row)}
+    for name in (names[known] for known in TAG_COLUMNS if known in names):
+        tags = _list(row[name]) if isinstance(row[name], str) else row[name]
+        if tags is not None and not (isinstance(tags, list) and tags and isinstance(tags[0], (list, dict))):
+            return str(name)
+    return None
+
+
+def _sentence_column(row: Row) -> str | None:
+    """Returns the column with a text whose words have tags, which are a list, or None."""
+    tags = row.get(_tag_column(row))
+    has_list = isinstance(literal(tags) if isinstance(tags, str) else tags, list)
+    return next((name for name in _SENTENCES if has_list and isinstance(row.get(name), str)), None)
+
+
+def _has_tags(row: Row, columns: Columns) -> bool:
+    has_spans = text_column_of(row) is not None and span_column(row) is not None
+    if _token_column(row) is not None:
+        return _tag_column(row) is not None or not has_spans
+    return _sentence_column(row) is not None and not has_spans
 
 
 def _tagged(row: SourceRow, columns: Columns) -> TaggedText:
-    text = _words(row)
-    key = next((key for key in TAG_COLUMNS if row.value.get(key) is not None), None)
+    value = row.value
+    name, key = _token_column(value) or _sentence_column(value), _tag_column(value)
+    as_text = key is not None and isinstance(value[key], str)
+    tokens = value[name]
+    text = of_tokens(row, _list(tokens) if as_text or name in _SENTENCES else tokens)
     if key is None:
-        raise row.error(f"it has no {' or '.join(TAG_COLUMNS)}")
-    tags = row.value[key]
+        raise row.error("it has no tags or ner_tags")
+    tags = _list(value[key]) if isinstance(tokens, str) else value[key]
     if not isinstance(tags, list):
         raise row.error(f"its {key} are of type {type(tags).__name__} instead of a list")
     if len(tags) != len(text.starts):
         raise row.error(f"its {key} have {counted(len(tags), 'value')} for {counted(len(text.starts), 'token')}")
-    if any(isinstance(tag, int) for tag in tags):
-        raise row.error(f"its {key} are numbers without names; write each tag as a string")
+    if all(type(tag) is int for tag in tags):
+        if (lowest := min(tags)) < 0:
+            raise row.error(f"its {key} contain {lowest}; give each word a tag, and no tags of parts of words")
+        return replace(text, tags=tuple(map(str, tags)), has_numbers=True)
     return replace(text, tags=tuple(row.valid_text(tag, key) for tag in tags))
 
 
-def _words(row: SourceRow) -> TaggedText:
-    """Joins the tokens of a row with spaces into a text whose words are these tokens."""
-    tokens = row.value["tokens"]
-    if not isinstance(tokens, list) or not tokens:
-        raise row.error("its tokens are not a non-empty list")
-    for number, token in enumerate(tokens):
-        if not row.valid_text(token, "tokens"):
-            raise row.error(f"token {number} is empty")
-    if not "".join(tokens).strip():
-        raise row.error("its tokens contain only white space")
-    ends = np.cumsum([len(token) + 1 for token in tokens]) - 1
-    starts = ends - [len(token) for token in tokens]
-    return TaggedText(row.where, " ".join(tokens), starts.astype(np.int32), ends.astype(np.int32))
+def _unused_of_tags(row: Row, columns: Columns) -> Iterator[str]:
+    return unused_columns(row, map(str, (_token_column(row) or _sentence_column(row), _tag_column(row))), columns)
 
 
-def _text(row: SourceRow) -> TaggedText:
-    if "text" not in row.value:
-        raise row.error(
-            f"it has the columns {column_names(row.value)}, but needs `tokens` and `tags`, or `text` and `spans`"
-        )
-    text = row.required_text("text")
-    places = [place for _, place in _WORDS.pre_tokenize_str(text)]
-    starts, ends = np.array(places, np.int32).reshape(-1, 2).T
-    return TaggedText(row.where, text, starts, ends)
+def _word(row: SourceRow, columns: Columns) -> TaggedText:
+    return _tagged(next(tagged_rows([row])), columns)
 
 
-def _with_spans(row: SourceRow, columns: Columns) -> TaggedText:
-    """Tags all words that share a character with a span."""
-    text = _text(row)
-    given = row.value.get("spans")
-    if not isinstance(given, list):
-        raise row.error("it has no list `spans`; write an empty list for a text without spans")
-    spans = sorted(_span(row, text.text, number, span) for number, span in enumerate(given))
-    found: list[WordSpan] = []
-    moved, last_stop, last_end = 0, 0, 0
-    for begin, end, label in spans:
-        if begin < last_end:
-            raise row.error(f"the span from {begin} to {end} overlaps with the previous span")
-        start = max(last_stop, int(np.searchsorted(text.ends, begin, side="right")))
-        stop = int(np.searchsorted(text.starts, end, side="left"))
-        if start < stop:
-            found.append(WordSpan(start, stop, label))
-            last_stop = stop
-        moved += start >= stop or (text.starts[start], text.ends[stop - 1]) != (begin, end)
-        last_end = end
-    return replace(text, tags=iob2_tags(found, len(text.starts)), moved_spans=moved)
+# Spans of tokens
 
 
-def _span(row: SourceRow, text: str, number: int, span: Any) -> tuple[int, int, str]:
-    """Returns a span as (start character, end character, label) after checking it."""
-    name = f"span {number}"
-    if not isinstance(span, dict):
-        raise row.error(f"{name} is not an object with start, end and label")
-    if unknown := next((key for key in span if key not in _SPAN_KEYS), None):
-        raise row.error(f"{name} has the unknown key {unknown!r}; the keys of a span are {', '.join(_SPAN_KEYS)}")
-    start, end, label = span.get("start"), span.get("end"), span.get("label")
-    if not (type(start) is int and type(end) is int):
-        raise row.error(f"{name} is from {start!r} to {end!r}, which are not both integers")
-    if not isinstance(label, str) or not row.valid_text(label, "label").strip() or label == OUTSIDE:
-        raise row.error(f"{name} has the label {label!r}, which is not an entity name")
-    if not 0 <= start < end <= len(text):
-        raise row.error(f"{name} from {start} to {end} is empty or not within the {len(text)} characters of the text")
-    if not text[start:end].strip():
-        raise row.error(f"{name} from {start} to {end} contains only white space")
-    if span.get("text") not in (None, text[start:end]):
-        raise row.error(f"{name} has the text {span['text']!r}, but its characters are {text[start:end]!r}")
-    return start, end, label
+def _token_span_column(row: Row) -> str | None:
+    """Returns the column with spans of a row's tokens, or None."""
+    for name in TOKEN_SPAN_COLUMNS if _token_column(row) else ():
+        spans = row.get(name)
+        if isinstance(spans, list) and all(isinstance(span, (list, tuple, dict)) for span in spans):
+            return name
+    return None
 
 
-def number_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:
-    """Returns the number of the tags' column, with a message, if all files are in CoNLL format.
+def _has_token_spans(row: Row, columns: Columns) -> bool:
+    has_others = text_column_of(row) is not None or _tag_column(row) not in (None, *TOKEN_SPAN_COLUMNS)
+    return _token_span_column(row) is not None and not has_others
 
-    Raises ConfigError if a .csv or .tsv file is not in CoNLL format, because a table cannot hold tags otherwise.
+
+def _with_token_spans(row: SourceRow, columns: Columns) -> TaggedText:
+    """Tags the tokens of spans. The end of a list (GLiNER) is the last token, that of an object the one after it."""
+    name, tokens = _token_span_column(row.value), _token_column(row.value)
+    text = of_tokens(row, row.value[tokens])
+    spans = []
+    for number, span in enumerate(row.value[name]):
+        if isinstance(span, dict):
+            start, end, label = span.get("start"), span.get("end"), span.get("type", span.get("label"))
+        else:
+            start, end, label = [*span, None, None, None][:3]
+            end = end + 1 if type(end) is int else end
+        if not (type(start) is int and type(end) is int and 0 <= start < end <= len(text.starts)):
+            raise row.error(f"span {number} is {span!r}, which is not within the {counted(len(text.starts), 'token')}")
+        if not isinstance(label, str) or not row.valid_text(label, "label").strip():
+            raise row.error(f"span {number} has the label {label!r}, which is not an entity name")
+        spans.append(WordSpan(start, end, label))
+    kept, dropped = longest_first(spans)
+    return replace(text, tags=iob2_tags(kept, len(text.starts)), dropped_spans=dropped)
+
+
+def _unused_of_token_spans(row: Row, columns: Columns) -> Iterator[str]:
+    name = str(_token_span_column(row))
+    yield from unused_columns(row, (str(_token_column(row)), str(name)), columns)
+    keys = (key for span in row[name] for key in span if isinstance(span, dict))
+    yield from dict.fromkeys(f"{key} in a span" for key in keys if key not in ("start", "end", "type", "label"))
+    if any(isinstance(span, list) and len(span) > 3 for span in row[name]):
+        yield "further values in a span"
+
+
+# Columns of files
+
+
+def find_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:
+    """Returns the number of the tags' column if files without the suffix .conll have CoNLL columns, and a message.
+
+    Raises ConfigError if tables have neither CoNLL columns nor a header with columns of a tagged text.
     """
-    others = [path for path in paths if suffix_of(path) in CONLL_SUFFIXES]
-    if columns.tag is not None or not others:
+    if columns.tag is not None:
         return columns, None
-    wrong = [path for path in others if not _has_tagged_words(path)]
-    if table := next(filter(is_table, wrong), None):
+    others = [path for path in paths if suffix_of(path) in (*TABLES, ".txt") or file_form(path) is None]
+    layouts = {path: conll_layout(path) for path in paths if file_form(path) == ".conll" or path in others}
+    wrong = [path for path in others if not _has_tagged_words(path, layouts[path])]
+    if table := next((path for path in wrong if is_table(path) and not _has_tagged_texts(path)), None):
         raise ConfigError(
             f"{table} does not look like CoNLL columns (one word with its tag per line, and an empty line after each "
-            "sentence), which is the only way to store tags in a table; if it is in that format, set data.tag_column "
-            "to the number of the tags' column, or -1 for the last."
+            "sentence), and has no header with the columns `sentence`, `word` and `tag`, or `text` and `spans`; if it "
+            "is in CoNLL format, set data.tag_column to the number of the tags' column, or -1 for the last."
         )
-    if wrong or any(suffix_of(path) not in (*CONLL_SUFFIXES, ".conll") for path in paths):
-        return columns, None
-    found = f"word = column 0, tag = column {DEFAULT_TAG_COLUMN}, the last"
+    said = {path: found for path, layout in layouts.items() if path not in wrong and (found := layout.described())}
+    note = next((f"{path}: {found}" for path, found in said.items()), None)
+    if not others or wrong or any(file_form(path) not in (*TABLES, ".txt", ".conll", None) for path in paths):
+        return columns, note
+    tags = {layout.tag for layout in layouts.values()}
+    if len(tags) > 1:
+        named = "; ".join(f"{path} in column {layout.tag}" for path, layout in layouts.items())
+        raise ConfigError(f"the files have their tags in different columns ({named}); set data.tag_column for all.")
+    found = next(iter(said.values()), "word = column 0, tag = column -1, the last")
     note = f"{others[0]}: its lines look like words with tags, so it is read as CoNLL columns: {found}"
-    return replace(columns, tag=DEFAULT_TAG_COLUMN), note
+    return replace(columns, tag=tags.pop()), note
 
 
-def _has_tagged_words(path: Path) -> bool:
+def _has_tagged_words(path: Path, layout: ConllLayout) -> bool:
     """Returns whether a file looks like CoNLL: it has empty lines, and the first tag recurs with a different word."""
-    first: list[str] = []
-    has_ends = is_repeated = False
+    first: tuple[str, str] | None = None
+    has_ends, is_repeated, at_start, at_header = False, False, True, layout.header
     for line in islice(read_lines(path, blank=True), MAX_FIRST_LINES):
-        columns = [] if line.problem else conll_columns(line.value)
-        if not first:
-            first = columns
-            if len(first) == 1 and first[0] != "-DOCSTART-":
+        columns = [] if line.problem else layout.columns(line.value)
+        place = layout.place(columns)
+        if columns and (at_header or columns[0] == DOCUMENT_START or layout.is_comment(line.value, columns, at_start)):
+            at_header = False
+            continue
+        at_start = not columns
+        if first is None and columns:
+            if place is None or {value.casefold() for value in columns} & {"text", "tokens", "spans", *TAG_COLUMNS}:
                 return False
-            first = [] if len(first) == 1 else first
-        elif not columns:
+            first = columns[layout.word], columns[place]
+        elif first is not None and not columns:
             has_ends = has_ends or not line.problem
-        elif columns[0] != first[0] and columns[-1] == first[-1]:
-            is_repeated = True
+        elif first is not None and place is not None and columns[layout.word] != first[0]:
+            is_repeated = is_repeated or columns[place] == first[1]
         if has_ends and is_repeated:
-            return not {value.casefold() for value in first} & {"text", "tokens", "spans", *TAG_COLUMNS}
+            return True
     return False
 
 
-TAGGED = Forms("tokens and tags, or text and spans", (
-    Form(("tokens", "tags"), _tagged,
-         {"tokens": ["Ada", "lived", "in", "London"], "tags": ["B-PER", "O", "O", "B-LOC"]},
-         ("ner_tags",), _has_tokens),
-    Form(("text", "spans"), _with_spans,
-         {"text": "Ada lived in London.", "spans": [{"start": 0, "end": 3, "label": "PER"}]}, recognizes=any_row),
-), resolve=number_tag_column)  # fmt: skip
+def _has_tagged_texts(path: Path) -> bool:
+    """Returns whether a table has a header with the columns of a tagged text or of words in sentences."""
+    lines = table_lines(path)
+    header = next(lines, ())
+    names: Row = dict.fromkeys((name.strip() for name in header), "")
+    if word_columns(names):
+        word, tag = (header.index(name) for name in word_columns(names) or ())
+        has_gaps = (len(line) > max(word, tag) and not line[word] and not line[tag] for line in lines)
+        return any(name.casefold() in SENTENCE_NAMES for name in names) or any(has_gaps)
+    texts = {name.casefold() for name in names} & {*TEXT_COLUMNS, *TOKEN_COLUMNS}
+    return bool(texts and {name.casefold() for name in names} & {*SPAN_COLUMNS, *TAG_COLUMNS})
+
+
+def _has_spans_in(column: str) -> Callable[[Row, Columns], bool]:
+    return lambda row, columns: text_column_of(row) is not None and span_column(row) == column
+
+
+_TEXT, _PERSON = "Ada lived in London.", {"start": 0, "end": 3, "label": "PER"}
+_TOKENS = ["Ada", "lived", "in", "London"]
+
+TAGGED: Forms[TaggedText | SpannedText] = Forms("tokens and tags, or text and spans", (
+    Form(("tokenized_text", "ner"), _with_token_spans, {"tokenized_text": _TOKENS, "ner": [[0, 0, "PER"]]},
+         recognizes=_has_token_spans, unused=_unused_of_token_spans),  # GLiNER
+    Form(("data", "annotations"), label_studio_task,
+         {"data": {"text": _TEXT}, "annotations": [{"result": [{"value": {**_PERSON, "labels": ["PER"]}}]}]},
+         recognizes=is_label_studio, unused=unused_of_label_studio),  # Label Studio
+    Form(("tokens", "tags"), _tagged, {"tokens": _TOKENS, "tags": ["B-PER", "O", "O", "B-LOC"]},
+         ("ner_tags",), _has_tags, unused=_unused_of_tags),
+    Form(("Sentence #", "Word", "Tag"), _word, {"Sentence #": "Sentence: 1", "Word": "Ada", "Tag": "B-PER"},
+         recognizes=lambda row, columns: word_columns(row) is not None),  # tables with a word in each row
+    Form(("text", "label"), spanned_text, {"text": _TEXT, "label": [[0, 3, "PER"]]},
+         recognizes=_has_spans_in("label"), unused=unused_of_spans),  # doccano
+    Form(("text", "entities"), spanned_text, {"text": _TEXT, "entities": [[0, 3, "PER"]]},
+         recognizes=_has_spans_in("entities"), unused=unused_of_spans),  # spaCy
+    Form(("text", "spans"), spanned_text, {"text": _TEXT, "spans": [_PERSON]},
+         recognizes=any_row, unused=unused_of_spans),
+), resolve=find_tag_column, regroup=tagged_rows)  # fmt: skip

@@ -11,10 +11,11 @@ import numpy as np
 from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.conll import DEFAULT_TAG_COLUMN
+from sansgpu.data.conll import DEFAULT_TAG_COLUMN, OUTSIDE
 from sansgpu.data.files import file_form
 from sansgpu.data.forms.form import resolve_columns
-from sansgpu.data.forms.tags import OUTSIDE, TAGGED, TaggedText
+from sansgpu.data.forms.tags import TAGGED
+from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.data.settings import TaggedDataConfig

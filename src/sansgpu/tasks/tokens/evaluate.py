@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.forms.tags import TaggedText
+from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.tasks.evaluation import whole_groups
 from sansgpu.tasks.task import Sums
@@ -90,22 +90,21 @@ class TagEvaluator:
         """Adds the number of bad rows, which were skipped."""
         return {**metrics, "skipped": float(self._tokenized.bad_rows.skipped)}
 
-    def predictions(self, size: int, device: torch.device, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the spans of each text. For rows with `tokens`, spans also have token indices."""
+    def predictions(self, size: int, device: torch.device) -> list[dict[str, Any]]:
+        """Returns the spans of each text. If its row has the words, spans also have token indices."""
         found: list[dict[str, Any]] = [{"spans": []} for _ in self._tokenized.texts]
         for batch in (batch.to(device) for batch in self.validation_batches(size)):
             for number, tagged in self._tagged(batch, self._word_logits(batch)):
-                text, by_token = self._tokenized.texts[number], "tokens" in rows[number]
-                found[number] = {"spans": list(self._spans(text, tagged, by_token))}
+                found[number] = {"spans": list(self._spans(self._tokenized.texts[number], tagged))}
         return found
 
-    def _spans(self, text: TaggedText, tagged: TaggedWords, by_token: bool) -> Iterator[dict[str, Any]]:
+    def _spans(self, text: TaggedText, tagged: TaggedWords) -> Iterator[dict[str, Any]]:
         for span in spans_of(self._tags(tagged.labels), self._entities):
             first, last = int(tagged.words[span.start]), int(tagged.words[span.stop - 1])
             start, end = int(text.starts[first]), int(text.ends[last])
             score = float(tagged.probabilities[span.start : span.stop].mean())
             place = {"start": start, "end": end, "label": span.label, "text": text.text[start:end], "score": score}
-            yield {**place, **({"token_start": first, "token_end": last + 1} if by_token else {})}
+            yield {**place, **({"token_start": first, "token_end": last + 1} if text.given_words else {})}
 
     def _tags(self, labels: np.ndarray) -> list[str]:
         return [self._labels[number] for number in labels.tolist()]

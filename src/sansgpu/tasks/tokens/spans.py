@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from sansgpu.data.forms.tags import OUTSIDE, WordSpan
+from sansgpu.data.conll import OUTSIDE
+from sansgpu.data.forms.words import WordSpan
 
 _ENTITY_TAG = re.compile(r"[BIES]-.")
 Scheme = Literal["plain", "IOB1", "IOB2", "BIOES"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import TAGGED, untagged_text
 from sansgpu.data.row_report import RowReport
-from sansgpu.data.rows import located
+from sansgpu.data.rows import SourceRow, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import open_sources
@@ -58,7 +58,7 @@ class Tokens(Predicts, FineTuningTask):
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
         rows = {"training": RowReport.of(data), "validation": RowReport.of(data)}
-        given = read_tagged(sources.train.rows(), rows["training"])
+        given = read_tagged(sources.train.rows(), rows["training"], data, "training texts", notes)
         texts = in_iob2(given, "training texts", notes)
         require_examples(sources, [len(texts)], "text", rows["training"].notes())
         labels = data.labels or require_labels(texts, sources.train.name)
@@ -66,7 +66,7 @@ class Tokens(Predicts, FineTuningTask):
             notes.append(f"{numbered}, {counted(len(labels), 'tag')}.")
         split = None
         if sources.validation is not None:
-            held = read_tagged(sources.validation.rows(), rows["validation"])
+            held = read_tagged(sources.validation.rows(), rows["validation"], data, "validation texts", notes)
             train, held = texts, in_iob2(held, "validation texts", notes, always=texts != given)
         else:
             train, held = split_rows(texts, [text.text.encode() for text in texts], data.validation_split)
@@ -114,7 +114,9 @@ class Tokens(Predicts, FineTuningTask):
             bad_rows, notes = RowReport("skip"), list[str]()
             source = open_tagged(request.data, TaggedDataConfig.of(loaded.config), notes)
             name, labels = source.name, loaded.objective.labels
-            texts = in_iob2(read_tagged(source.rows(), bad_rows), name, notes)
+            data = TaggedDataConfig.of(loaded.config).model_copy(update={"labels": labels})
+            given = read_tagged(source.rows(), bad_rows, data, name, notes)
+            texts = in_iob2(given, name, notes)
             part = tokenize_texts(texts, labels, loaded.config, loaded.tokenizer, bad_rows, in_training=False)
             for note in notes:
                 request.warn(note)
@@ -123,13 +125,17 @@ class Tokens(Predicts, FineTuningTask):
         return TagEvaluator(loaded.objective, part)
 
     @classmethod
+    def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
+        return TAGGED.single_rows(rows)
+
+    @classmethod
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the `spans` in each row's `text` or `tokens`."""
         texts = [untagged_text(row) for row in located(rows)]
         part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, RowReport("fail"), in_training=False)
         evaluator = TagEvaluator(loaded.objective, part)
         with mixed_precision(loaded.device, loaded.precision):
-            return evaluator.predictions(cls.evaluation_batch(loaded.config), loaded.device, rows)
+            return evaluator.predictions(cls.evaluation_batch(loaded.config), loaded.device)
 
     @staticmethod
     def in_words(prediction: dict[str, Any]) -> str:

@@ -1,0 +1,141 @@
+"""Converts spans of a text to tagged words, and finds out what the offsets of a whole dataset's spans count.
+
+JavaScript, Java and C# count UTF-16 units, in which an emoji is two; Rust and Go count UTF-8 bytes; Python counts
+characters. Some tools give the last character of a span instead of the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sansgpu.data.forms.words import TaggedText, WordSpan, iob2_tags, longest_first, word_bounds
+from sansgpu.data.rows import TypedRow
+
+Unit = Literal["characters", "utf16", "bytes"]
+UNITS: dict[Unit, str] = {"characters": "characters", "utf16": "UTF-16 units", "bytes": "UTF-8 bytes"}  # names
+
+
+class GivenSpan(NamedTuple):
+    """A span as a row has it. The unit of its offsets is unknown."""
+
+    start: int
+    end: int
+    label: str
+    text: str | None = None
+
+
+class Offsets(NamedTuple):
+    """What the offsets of spans count."""
+
+    unit: Unit = "characters"
+    inclusive: bool = False  # True: `end` is the last position of a span
+
+    def characters(self, text: str, span: GivenSpan) -> tuple[int, int] | None:
+        """Returns the start and end characters of a span, or None if it is empty or not within the text."""
+        start, end = span.start, span.end + self.inclusive
+        if self.unit != "characters" and not text.isascii():
+            edges = _edges(text, self.unit)
+            places = np.searchsorted(edges, (start, end))
+            if any(place == len(edges) or edges[place] != at for place, at in zip(places, (start, end), strict=True)):
+                return None
+            start, end = map(int, places)
+        return (start, end) if 0 <= start < end <= len(text) else None
+
+
+@lru_cache(maxsize=2)  # of the current text, for its spans
+def _edges(text: str, unit: Unit) -> np.ndarray:
+    """Returns the offset of each character and of the end of a text, (characters + 1,), in a unit."""
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    wide = codes > 0xFFFF
+    sizes = 1 + wide.astype(np.int64) if unit == "utf16" else 1 + (codes > 0x7F) + (codes > 0x7FF) + wide
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+@dataclass(frozen=True, eq=False)
+class SpannedText(TypedRow):
+    """A text with spans, whose offsets are still to be understood."""
+
+    text: str
+    spans: tuple[GivenSpan, ...]
+
+    def tagged(self, offsets: Offsets) -> TaggedText:
+        """Tags all words that share a character with a span. Raises BadRowError if a span is not in the text."""
+        starts, ends = word_bounds(self.text)
+        places = [self._characters(number, span, offsets) for number, span in enumerate(self.spans)]
+        spans, dropped = longest_first(places)
+        found: list[WordSpan] = []
+        moved = last_stop = 0
+        for begin, end, label in spans:
+            start = max(last_stop, int(np.searchsorted(ends, begin, side="right")))
+            stop = int(np.searchsorted(starts, end, side="left"))
+            if start >= stop:
+                dropped += 1
+                continue
+            found.append(WordSpan(start, stop, label))
+            last_stop = stop
+            moved += (starts[start], ends[stop - 1]) != (begin, end)
+        return TaggedText(self.where, self.text, starts, ends, iob2_tags(found, len(starts)), moved, dropped)
+
+    def _characters(self, number: int, span: GivenSpan, offsets: Offsets) -> WordSpan:
+        """Returns a span as (start character, end character, label) after checking it."""
+        name, found = f"span {number}", offsets.characters(self.text, span)
+        if found is None:
+            size = len(self.text) if offsets.unit == "characters" else int(_edges(self.text, offsets.unit)[-1])
+            raise self.error(
+                f"{name} from {span.start} to {span.end} is empty or not within the {size} {UNITS[offsets.unit]} of "
+                "the text"
+            )
+        part = self.text[slice(*found)]
+        if not part.strip():
+            raise self.error(f"{name} from {span.start} to {span.end} contains only white space")
+        if span.text is not None and span.text.strip() != part.strip():
+            raise self.error(f"{name} has the text {span.text!r}, but its {UNITS[offsets.unit]} are {part!r}")
+        return WordSpan(*found, span.label)
+
+
+def offsets_of(texts: Sequence[SpannedText], unit: Unit | Literal["auto"], note: Callable[[str], None]) -> Offsets:
+    """Finds out what the offsets of a dataset count, and passes a message to `note` if that is unusual.
+
+    It is what makes most spans equal to their own text or, if they have none, start and end at word boundaries; of
+    equally good units, the first of `UNITS`. `unit` is the configured one.
+    """
+    if unit != "auto":
+        return Offsets(unit)
+    matches = dict.fromkeys([Offsets(one, end) for end in (False, True) for one in UNITS], 0)
+    for text in texts:
+        if text.spans:
+            starts, ends = map(frozenset, (bounds.tolist() for bounds in word_bounds(text.text)))
+            found: dict[Offsets, int] = {}
+            for offsets in matches:
+                same = offsets._replace(unit="characters") if text.text.isascii() else offsets
+                if same not in found:
+                    found[same] = sum(_matches(text.text, span, same, (starts, ends)) for span in text.spans)
+                matches[offsets] += found[same]
+    exclusive, inclusive = (max((o for o in matches if o.inclusive == end), key=matches.__getitem__) for end in (0, 1))
+    spans = sum(len(text.spans) for text in texts)
+    is_inclusive = matches[inclusive] > max(2 * matches[exclusive], spans // 2)
+    best = inclusive if is_inclusive else exclusive
+    if best != Offsets():
+        ends_with = ", and `end` is the last one" if best.inclusive else ""
+        note(
+            f"the offsets of spans count {UNITS[best.unit]}{ends_with}: so {matches[best]:,} of {spans:,} fit their "
+            f"text or words, {matches[Offsets()]:,} as characters up to `end`; data.span_offsets sets it."
+        )
+    return best
+
+
+def _matches(text: str, span: GivenSpan, offsets: Offsets, words: tuple[frozenset[int], frozenset[int]]) -> bool:
+    found = offsets.characters(text, span)
+    if found is None:
+        return False
+    start, end = found
+    part = text[start:end]
+    if span.text is not None:
+        return part.strip() == span.text.strip()
+    start, end = start + len(part) - len(part.lstrip()), end - (len(part) - len(part.rstrip()))
+    return start < end and start in words[0] and end in words[1]

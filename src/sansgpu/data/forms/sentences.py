@@ -1,0 +1,125 @@
+"""Joins rows of one word each to sentences, and takes apart values that hold several texts, before they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+from sansgpu.config import ConfigError
+from sansgpu.data.conll import MAX_TOKENS, OUTSIDE, TAG_NAMES, WORD_NAMES
+from sansgpu.data.rows import Row, SourceRow
+
+# The column of a table of words that says to which sentence a word belongs, in lower case.
+SENTENCE_NAMES = ("sentence #", "sentence", "sentence_id", "sentence_idx", "sentence id", "sent_id", "sent", "sent_idx")
+_WORD, _TAG = ("word", "token", "form"), ("tag", "ner", "ner_tag", "label", "entity", "bio", "iob", "iob2")
+
+
+def tagged_rows(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
+    """Yields rows of a text each.
+
+    Joins the rows of tables with a word and a tag in each (as on Kaggle), and takes apart lists of `[text, {"entities":
+    ...}]` (spaCy 2), objects with such a list as `annotations`, and spaCy's documents of `paragraphs`.
+    """
+    words: list[SourceRow] = []
+    for row in rows:
+        columns = word_columns(row.value) if row.problem is None and isinstance(row.value, dict) else None
+        if columns is None:
+            yield from _sentence(words)
+            words = []
+            yield from _parts(row)
+        else:
+            if words and _starts_sentence(row.value, words[-1].value):
+                yield from _sentence(words)
+                words = []
+            words.append(row)
+            if len(words) > MAX_TOKENS:
+                raise ConfigError(
+                    f"{words[0].where}: the sentence has more than {MAX_TOKENS:,} words; add a column `sentence` with "
+                    "the sentence's number."
+                )
+    yield from _sentence(words)
+
+
+def word_columns(row: Row) -> tuple[Any, Any] | None:
+    """Returns the columns of the word and of its tag if a row is a word of a sentence, or None."""
+    names = {str(name).strip().casefold(): name for name in row}
+    several = WORD_NAMES if any(name in names for name in SENTENCE_NAMES) else ()
+    word = next((names[one] for one in (*_WORD, *several) if one in names), None)
+    tag = next((names[one] for one in (*_TAG, *(several and TAG_NAMES)) if one in names), None)
+    if word is None or tag is None or any(isinstance(value, (list, dict)) for value in row.values()):
+        return None
+    return word, tag
+
+
+def _sentence_of(row: Row) -> Any:
+    """Returns the value of the column that identifies the sentence, or None if it is empty or missing."""
+    found = next((value for name, value in row.items() if str(name).strip().casefold() in SENTENCE_NAMES), None)
+    return None if found in ("", None) or found != found else found
+
+
+def _starts_sentence(row: Row, before: Row) -> bool:
+    """Returns whether a word is not in the sentence of the word before. The cells after the first may be empty."""
+    sentence = _sentence_of(row)
+    return (sentence is not None and sentence != _sentence_of(before)) or _is_gap(row) or _is_gap(before)
+
+
+def _is_gap(row: Row) -> bool:
+    """Returns whether a row has neither a word nor a tag, and so separates sentences."""
+    return all(row[name] in ("", None) for name in word_columns(row) or ())
+
+
+def _sentence(words: list[SourceRow]) -> Iterator[SourceRow]:
+    """Yields the row of a sentence, if it has words. Other columns are lists of their values that are not empty."""
+    given = [row for row in words if not _is_gap(row.value)]
+    word, tag = next((word_columns(row.value) for row in given), None) or (None, None)
+    if word is None:
+        return
+    columns: dict[Any, list[Any]] = {"tokens": [], "tags": []}
+    for row in given:
+        for name, value in row.value.items():
+            if name in (word, tag):
+                columns["tokens" if name == word else "tags"].append("" if value is None else str(value))
+            elif name and str(name).strip().casefold() not in SENTENCE_NAMES and value not in ("", None):
+                columns.setdefault(name, []).append(value)
+    yield SourceRow(given[0].where, columns)
+
+
+def _parts(row: SourceRow) -> Iterator[SourceRow]:
+    value = row.value if row.problem is None else None
+    if _is_pair(value):
+        text, given = value
+        yield row._replace(value={**(given if isinstance(given, dict) else {"entities": given}), "text": text})
+    elif isinstance(value, dict) and isinstance(pairs := value.get("annotations"), list) and any(map(_is_pair, pairs)):
+        for number, pair in enumerate(pairs, 1):
+            if pair is not None:  # the annotator's mark of a text that it did not save
+                yield from _parts(SourceRow(f"{row.where}, annotation {number}", pair))
+    elif isinstance(value, dict) and isinstance(paragraphs := value.get("paragraphs"), list):
+        for number, paragraph in enumerate(paragraphs, 1):
+            yield from _paragraph(SourceRow(f"{row.where}, paragraph {number}", paragraph))
+    else:
+        yield row
+
+
+def _is_pair(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Returns whether a value is `[text, {"entities": ...}]` or `[text, [[start, end, label]]]`."""
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and (isinstance(value[1], list) or (isinstance(value[1], dict) and "entities" in value[1]))
+    )
+
+
+def _paragraph(row: SourceRow) -> Iterator[SourceRow]:
+    """Yields the sentences of a paragraph in spaCy 2's JSON; a dash stands for a missing tag."""
+    sentences = row.value.get("sentences") if isinstance(row.value, dict) else None
+    for number, sentence in enumerate(sentences if isinstance(sentences, list) else [], 1):
+        where = f"{row.where}, sentence {number}"
+        tokens = sentence.get("tokens") if isinstance(sentence, dict) else None
+        if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
+            yield SourceRow(where, sentence)
+        else:
+            tags = [OUTSIDE if token.get("ner") in ("-", None) else token["ner"] for token in tokens]
+            yield SourceRow(where, {"tokens": [token.get("orth") for token in tokens], "tags": tags})
+    if not isinstance(sentences, list):
+        yield row
