@@ -277,14 +277,14 @@ def _require_columns(config: Config) -> None:
         resolve_columns(config.data, FORMS[config.settings.rows])
 
 
-def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
+def preparation_bar(silent: bool = False, importing: str = "loading PyTorch") -> closing[PreparationBar]:
     """Returns a progress bar on stderr for use in a `with` statement that begins with imports."""
     from sansgpu.machine.hub.client import HUB
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
     HUB.report = warn
     bar = PreparationBar(RunConsole(stderr=True), silent)
-    bar("loading PyTorch", 0, 0)
+    bar(importing, 0, 0)
     return closing(bar)
 
 

@@ -19,7 +19,10 @@ from sansgpu.version import __version__
 # Commands in the order of `sansgpu --help`, under its headings: a file of this folder, and the function or group in it.
 # Within a heading, commands with subcommands come last.
 _COMMANDS = {
-    "Start": {"init": "start:init", "doctor": "start:doctor", "plan": "plan:plan", "bench": "start:bench"},
+    "Start": {
+        "init": "start:init", "data": "data:data", "doctor": "start:doctor", "plan": "plan:plan",
+        "bench": "start:bench",
+    },
     "Train": {"train": "train:train", "tune": "train:tune", "distill": "train:distill"},
     "Look": {"runs": "look:list_runs", "report": "look:report", "snapshots": "look:snapshots"},
     "Use": {

@@ -74,12 +74,14 @@ class DocumentHashes:
 
         If A is a near duplicate of B, and B of C, all three are one group, of which only the first is not a duplicate.
         """
-        are_first = np.zeros(len(self), bool)
-        if self.signatures is None:
-            are_first[np.unique(self.content, return_index=True)[1]] = True
-        else:
-            are_first[_first_of_group(self.signatures)] = True
-        return are_first
+        return np.asarray(self.first_of_group() == np.arange(len(self)))
+
+    def first_of_group(self) -> np.ndarray:
+        """Returns the number of the first document that each document repeats, or its own number, (D,) int64."""
+        if self.signatures is not None:
+            return _first_of_group(self.signatures)
+        _, first, group = np.unique(self.content, return_index=True, return_inverse=True)
+        return np.asarray(first[group], np.int64)
 
 
 def hash_documents(stream: Iterable[Piece], near: bool) -> DocumentHashes:

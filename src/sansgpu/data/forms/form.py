@@ -30,6 +30,11 @@ class Form(Generic[T_co]):
     # named here or configured.
     unused: Callable[[Row, Columns], Iterable[str]] | None = None
 
+    @property
+    def name(self) -> str:
+        """The form in words: its columns."""
+        return " + ".join(self.keys)
+
     def fits(self, row: Row, columns: Columns) -> bool:
         """Returns whether a row has this form. `columns` are the configured ones, whose names may be unusual."""
         if self.recognizes is not None:
@@ -82,17 +87,29 @@ class Forms(Generic[T_co]):
 
         Raises BadRowError if the row has none of the forms or is invalid.
         """
-        if self.column_of is not None and (column := self.column_of(row.value)) is not None:
-            row = row._replace(value={column: row.value})
-        given = row.columns(self.needed)
+        return self.read_as(self.form_of(row, columns), row, columns, report)
+
+    def read_as(self, form: Form[T_co], row: SourceRow, columns: Columns, report: RowReport | None) -> T_co:
+        """Returns the content of a row of a known form; see `read`."""
+        row = self._in_column(row)
+        content = form.read(row, columns)
+        if report is not None:
+            report.not_used(form.unused_parts(row.value, columns))
+        return content
+
+    def form_of(self, row: SourceRow, columns: Columns = USUAL) -> Form[T_co]:
+        """Returns the form of a row. Raises BadRowError if it has none."""
+        given = self._in_column(row).columns(self.needed)
         form = next((form for form in self.forms if form.fits(given, columns)), None)
         if form is None:
             names = column_names({name: value for name, value in given.items() if value is not None})
             raise row.error(f"it has {names or 'no columns'}, but needs {self.needed}")
-        content = form.read(row, columns)
-        if report is not None:
-            report.not_used(form.unused_parts(given, columns))
-        return content
+        return form
+
+    def _in_column(self, row: SourceRow) -> SourceRow:
+        """Returns a row that is the value of a column alone, such as a list of turns, as a row with this column."""
+        column = None if self.column_of is None else self.column_of(row.value)
+        return row if column is None else row._replace(value={column: row.value})
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""

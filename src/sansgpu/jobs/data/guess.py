@@ -1,0 +1,152 @@
+"""Finds the tasks that can learn from a dataset, by trying the forms of all tasks on its first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import DataConfig
+from sansgpu.data.files import file_form, read_rows
+from sansgpu.data.forms.form import Form, Forms, resolve_columns
+from sansgpu.data.forms.graphs import FACT_KEYS, has_bare_triples
+from sansgpu.data.forms.registry import FORMS
+from sansgpu.data.rows import BadRowError, SourceRow, column_names
+from sansgpu.data.sources import Source, Sources, open_sources
+from sansgpu.data.tables import Columns
+from sansgpu.tasks.configuration import SCHEMA
+
+GUESSED_ROWS = 50  # rows that are read to guess the task
+MIN_VALID = 0.5  # share of them that must be valid rows of a task
+# If rows are as good for several kinds of rows, the first is taken. Nearly every row is a text, so that comes late.
+ORDER = (
+    "preferences", "questions", "tagged texts", "conversations", "labeled texts", "text groups", "prompts", "texts",
+    "graphs",
+)  # fmt: skip
+_NAMES_OF_ROWS = {"id", "_id", "idx", "uuid"}  # columns that no task needs to use
+_TEXT = ("text",)
+
+
+@dataclass(frozen=True)
+class TaskFit:
+    """A task that can learn from the rows, and the most frequent form of them in its eyes."""
+
+    task: str
+    form: str
+
+
+class OpenedData:
+    """Opens the sources of a dataset for each kind of rows. Reads every file once to do so, if settings are equal."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self._opened: list[tuple[DataConfig, bool, Sources]] = []
+
+    def open(self, kind: str) -> tuple[Sources, DataConfig, str | None]:
+        """Returns the sources, the settings with the columns of tables without a header, and a message about them."""
+        forms = FORMS[kind]
+        data, note = resolve_columns(self._data, forms)
+        for known, has_text_rows, sources in self._opened:
+            if known == data and has_text_rows == forms.text_rows:
+                return sources, data, note
+        sources = open_sources(data, forms.text_rows)
+        self._opened.append((data, forms.text_rows, sources))
+        return sources, data, note
+
+
+def rows_of(source: Source, kind: str, columns: Columns) -> Iterator[SourceRow]:
+    """Yields the rows of a source, as the tasks that read this kind of rows see them."""
+    paths = list(source.files.values())
+    if kind == "texts" and not all(_has_rows(suffix, path) for suffix, path in _one_of_each_suffix(source)):
+        yield from _documents(source)
+    elif kind == "graphs" and any(has_bare_triples(path, columns) for path in paths):
+        for path in paths:
+            yield from read_rows(path, FACT_KEYS if has_bare_triples(path, columns) else True)
+    else:
+        yield from source.rows()
+
+
+def _one_of_each_suffix(source: Source) -> list[tuple[str | None, Any]]:
+    return list({file_form(path): path for path in source.files.values()}.items())
+
+
+def _has_rows(suffix: str | None, path: Any) -> bool:
+    try:
+        next(read_rows(path), None)
+    except BadRowError:
+        return True
+    except ConfigError:  # text, or a damaged file: reading it as text raises the same error
+        return False
+    return True
+
+
+def _documents(source: Source) -> Iterator[SourceRow]:
+    text, number = "", 1
+    for piece in source.read():
+        text += piece.text
+        if piece.ends_document:
+            yield SourceRow(f"{source.name}, document {number}", {"text": text})
+            text, number = "", number + 1
+
+
+def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
+    """Returns the tasks that use most of the columns, the best first. Raises ConfigError if no task reads the rows."""
+    found: list[tuple[tuple[Any, ...], list[TaskFit]]] = []
+    problems: list[ConfigError] = []
+    sample: list[SourceRow] = []
+    for place, kind in enumerate((*ORDER, *(kind for kind in FORMS if kind not in ORDER))):
+        try:
+            sources, data, _ = opened.open(kind)
+            columns = Columns.of(data)
+            sample = list(islice(FORMS[kind].single_rows(rows_of(sources.train, kind, columns)), GUESSED_ROWS))
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        if (fit := _fit(FORMS[kind], sample, columns)) is not None:
+            quality, form = fit
+            tasks = [TaskFit(task, form) for task, settings in SCHEMA.tasks.tasks.items() if settings.rows == kind]
+            found.append(((*quality, place), tasks))
+    if not found:
+        raise _nothing_fits(name, sample, problems)
+    found.sort(key=lambda one: one[0])
+    fewest_unused = found[0][0][0]
+    return [fit for quality, fits in found if quality[0] == fewest_unused for fit in fits]
+
+
+def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> tuple[tuple[float, float, float], str] | None:
+    """Returns how well forms fit rows, less for better, and the form of the first valid one; None if they do not.
+
+    Measured by the columns that are not used, then by columns of the form that are missing, then by invalid rows.
+    """
+    unused, missing, valid, name = 0, 0, 0, ""
+    for row in sample:
+        try:
+            form = forms.form_of(row, columns)
+            forms.read(row, columns)
+        except BadRowError:
+            continue
+        valid += 1
+        unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
+        missing += _is_incomplete(form, row, forms)
+        name = name or form.name
+    if valid < max(1, MIN_VALID * len(sample)):
+        return None
+    return (round(unused / valid, 1), round(missing / valid, 1), -valid / len(sample)), name
+
+
+def _is_incomplete(form: Form[Any], row: SourceRow, forms: Forms[Any]) -> bool:
+    """Returns whether a form took a row that lacks its columns, or a plain text although others are its usual rows."""
+    lacks = any(row.value.get(key) is None for key in form.keys)
+    return forms is not FORMS["texts"] and (lacks or form.keys == _TEXT)
+
+
+def _nothing_fits(name: str, sample: list[SourceRow], problems: list[ConfigError]) -> ConfigError:
+    first = next((row.value for row in sample if isinstance(row.value, dict)), None)
+    if first is None:
+        return problems[0] if problems else ConfigError(f"{name} has no rows; add some.")
+    return ConfigError(
+        f"{name}: no task reads rows with {column_names(first)}; choose one with --task to see what its rows lack, or "
+        "name the columns with --set data.text_column=NAME and --set data.label_column=NAME."
+    )

@@ -1,0 +1,141 @@
+"""Turns typed rows into examples as a model's tokenizer splits them, with the targets of the loss marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from sansgpu.config.schema import Config
+from sansgpu.data.forms.chats import Conversation, Prompt
+from sansgpu.data.forms.labels import LabeledText
+from sansgpu.data.forms.preferences import PreferenceRow
+from sansgpu.data.forms.questions import Question
+from sansgpu.data.forms.tags import TaggedText
+from sansgpu.data.preview.example import (
+    ExamplePart,
+    Parts,
+    TextSegment,
+    answer_span,
+    parts_of,
+    tagged_spans,
+)
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
+from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.tasks.fine_tuning import longest_example
+from sansgpu.tasks.sft.chat import mask_conversation
+from sansgpu.tasks.sft.rendering import with_fixed_date
+
+Spans = Sequence[tuple[int, int, str]]  # start character, end character, label
+
+
+class _Token(NamedTuple):
+    text: str
+    is_special: bool
+    label: str
+
+
+class TokenizedParts:
+    """Makes the parts of typed rows with the tokenizer of a model."""
+
+    def __init__(self, config: Config) -> None:
+        self.tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        self.max_length = longest_example(config, self.tokenizer) if config.data.max_length else None
+        self._special = set(self.tokenizer.all_special_ids)
+        self._by_type: dict[type, Callable[[Any], Iterator[ExamplePart]]] = {
+            str: self._document,
+            Conversation: self._conversation,
+            Prompt: self._prompt,
+            PreferenceRow: self._preference,
+            LabeledText: self._labeled,
+            TaggedText: self._tagged,
+            Question: self._question,
+        }
+
+    @tokenizer_errors()
+    def parts_of(self, typed: Any) -> Parts:
+        """Returns the parts of a typed row. Raises BadRowError if the model cannot learn from it."""
+        return tuple(self._by_type.get(type(typed), self._texts)(typed))
+
+    def _document(self, text: str) -> Iterator[ExamplePart]:
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        yield self._decoded("text", ids, [True] * len(ids))
+
+    def _conversation(self, row: Conversation) -> Iterator[ExamplePart]:
+        masked = mask_conversation(row, self.tokenizer)
+        learned = [False, *masked.learned[1:]]  # the first token is never a target
+        yield self._decoded("conversation", masked.ids, learned)
+
+    def _preference(self, row: PreferenceRow) -> Iterator[ExamplePart]:
+        names = ("chosen", "rejected") if row.label is None else ("good answer", "bad answer")
+        for conversation, is_good in row.rated:
+            masked = mask_conversation(conversation, self.tokenizer)
+            yield self._decoded(names[not is_good], masked.ids, masked.learned)
+
+    def _prompt(self, row: Prompt) -> Iterator[ExamplePart]:
+        if row.turns and self.tokenizer.chat_template is not None:
+            ids = encoded_prompt(self.tokenizer, list(row.turns), with_fixed_date).ids
+        else:
+            ids = text_prompt_ids(self.tokenizer, row.text)
+        yield self._decoded("prompt", ids, [False] * len(ids))
+        yield from (part for part in parts_of(row) if part.is_target)
+
+    def _labeled(self, row: LabeledText) -> Iterator[ExamplePart]:
+        texts = [row.text] if row.pair is None else [row.text, row.pair]
+        yield self._encoded("text" if row.pair is None else "text and text_pair", texts, [])
+        yield from (part for part in parts_of(row) if part.is_target)
+
+    def _tagged(self, row: TaggedText) -> Iterator[ExamplePart]:
+        yield self._encoded("text", [row.text], tagged_spans(row))
+
+    def _question(self, row: Question) -> Iterator[ExamplePart]:
+        yield self._encoded("question and context", [row.question, row.context], answer_span(row))
+        yield from (part for part in parts_of(row) if part.is_target)
+
+    def _texts(self, row: Any) -> Iterator[ExamplePart]:
+        """Yields the parts of any other row; each text is an input of its own."""
+        for part in parts_of(row):
+            yield part if part.is_target else self._encoded(part.name, [part.text], [])
+
+    def _decoded(self, name: str, ids: Sequence[int], learned: Sequence[bool]) -> ExamplePart:
+        """Returns a part with the text of tokens, of which some are targets."""
+        segments = []
+        flags = [(bool(is_target), token in self._special) for token, is_target in zip(ids, learned, strict=True)]
+        for (is_target, is_special), run in groupby(zip(ids, flags, strict=True), key=lambda pair: pair[1]):
+            text = self.tokenizer.decode(
+                [token for token, _ in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            segments.append(TextSegment(text, is_target, is_special))
+        return ExamplePart(name, tuple(segments), tokens=len(ids), learned_tokens=sum(map(bool, learned)))
+
+    def _encoded(self, name: str, texts: Sequence[str], spans: Spans) -> ExamplePart:
+        """Returns a part with one or two texts and their special tokens. `spans` are in the last text."""
+        encoded = self.tokenizer(*texts, verbose=False).encodings[0]
+        segments = []
+        for (is_special, label), run in groupby(self._tokens(encoded, texts, spans), key=lambda one: one[1:]):
+            segments.append(TextSegment("".join(one.text for one in run), bool(label), is_special, label))
+        return ExamplePart(name, tuple(segments), tokens=len(encoded.ids))
+
+    def _tokens(self, encoded: Any, texts: Sequence[str], spans: Spans) -> Iterator[_Token]:
+        """Yields each token with the text since the token before it, so that no character is lost."""
+        reached = [0] * len(texts)
+        marks = zip(encoded.ids, encoded.offsets, encoded.sequence_ids, strict=True)
+        unknown = self.tokenizer.unk_token_id
+        for token, (start, end), number in marks:
+            if number is None:
+                yield _Token(self.tokenizer.convert_ids_to_tokens(token), True, "")
+                continue
+            text, is_last = texts[number], number == len(texts) - 1
+            if start > reached[number]:
+                yield _Token(text[reached[number] : start], False, _label_at(reached[number], spans if is_last else ()))
+            if token == unknown:
+                yield _Token(self.tokenizer.unk_token, True, "")
+            elif end > reached[number]:
+                first = max(start, reached[number])
+                yield _Token(text[first:end], False, _label_at(first, spans if is_last else ()))
+            reached[number] = max(reached[number], end)
+
+
+def _label_at(place: int, spans: Iterable[tuple[int, int, str]]) -> str:
+    return next((label for start, end, label in spans if start <= place < end), "")

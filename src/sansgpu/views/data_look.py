@@ -1,0 +1,234 @@
+"""Shows what is known of a dataset, and examples as the model learns them: on the terminal and as an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from rich.console import Console
+from rich.text import Text
+
+from sansgpu.config.wording import counted, truncate
+from sansgpu.data.preview.example import ExamplePart, TextSegment
+from sansgpu.data.preview.look import DataLook, LengthLook, Repetition, RowExample, SplitLook
+from sansgpu.views.page import page
+from sansgpu.views.plots import Plot, Series
+from sansgpu.views.tables import grid, percent
+
+BAR_WIDTH = 30  # characters of the longest bar of a histogram
+MAX_PART_CHARACTERS = 2000  # of a text on the terminal, unless its row was asked for
+MAX_LISTED, MAX_LABELS, MAX_SCRIPTS = 20, 40, 5
+MAX_PAGE_LABELS = 200
+LEARNED, SPECIAL, NAME = "green", "dim", "bold"  # styles on the terminal
+BEGIN, END = "⟦", "⟧"  # around learned text where there are no colors
+
+Facts = list[tuple[str, str]]  # a name, and one line or several
+
+
+def facts_of(look: DataLook) -> Facts:
+    """Returns all facts in words."""
+    return [*split_facts(look), *_text_facts(look)]
+
+
+def split_facts(look: DataLook) -> Facts:
+    """Returns the facts on rows and columns."""
+    facts: Facts = [("task", _task(look))]
+    for split in look.splits:
+        facts += [(name if split.part == "training" else f"{split.part} {name}", text) for name, text in _split(split)]
+    if look.held_out is not None and look.splits[0].rows:
+        facts.append(("validation", f"{look.held_out:.3g} of the data will be held out (data.validation_split)"))
+    return facts + [("note", note) for note in look.notes]
+
+
+def _task(look: DataLook) -> str:
+    if not look.task_is_guessed:
+        return look.task
+    others = ", ".join(look.other_tasks)
+    return f"{look.task}, guessed from the rows" + (f"; --task could also be {others}" if others else "")
+
+
+def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
+    first = "" if split.is_whole else "the first "
+    yield "rows", f"{first}{split.rows:,} in {split.name}"
+    if split.forms:
+        yield "form", _listed(split.forms)
+        yield "used", _listed(split.used) or "nothing"
+        yield "not used", _listed(split.not_used) or "nothing"
+    if skipped := split.rows - split.usable:
+        lines = [f"{skipped:,} of {counted(split.rows, 'row')} (a run stops at them, or set data.on_bad_row to skip)"]
+        lines += [f"{one.rows:,}: {one.first}" for one in split.left_out]
+        if others := skipped - sum(one.rows for one in split.left_out):
+            lines.append(f"{others:,} for other reasons")
+        yield "left out", "\n".join(lines)
+    if split.problem:
+        yield "error", split.problem
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Lists names with numbers of rows, e.g. "text in 12 rows, label in 10"."""
+    names = [f"{name} in {counted(count, 'row') if not place else f'{count:,}'}"
+             for place, (name, count) in enumerate(counts.items())]  # fmt: skip
+    left = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {left:,} others" if left > 0 else "")
+
+
+def _text_facts(look: DataLook) -> Iterator[tuple[str, str]]:
+    if look.repetition is not None:
+        yield "repeated texts", _repetition(look.repetition)
+    if look.lengths is not None:
+        yield "lengths", _lengths(look.lengths)
+    if look.labels is not None:
+        yield from _labels(look)
+    if (scores := look.scores) is not None:
+        yield "scores", f"{scores.scale}; half of them are up to {scores.median:g}"
+    if (answers := look.answers) is not None:
+        lines = [f"{answers.answers:,}, {answers.distinct:,} of them distinct, {answers.empty:,} empty"]
+        lines += [f"{count:,} times {truncate(text)!r}" for text, count in answers.repeated]
+        yield "answers", "\n".join(lines)
+    if look.scripts:
+        shares = [f"{name} {share:.1%}" for name, share in [*look.scripts.items()][:MAX_SCRIPTS]]
+        yield "scripts", ", ".join(shares)
+
+
+def _repetition(found: Repetition) -> str:
+    text = f"{counted(found.equal, 'row')} equal to an earlier one, {found.nearly:,} nearly"
+    if found.validation_equal is None:
+        return text
+    leaks = (f"{found.validation_equal:,} equal to a training row", f"{found.validation_nearly:,} nearly")
+    return f"{text}; of the validation rows {', '.join(leaks)}"
+
+
+def _lengths(found: LengthLook) -> str:
+    share = "" if found.learned_share is None else f"; {found.learned_share:.1%} of them are learned"
+    lines = [
+        f"{found.shortest:,} to {found.longest:,} {found.unit}, half of the {found.examples:,} measured texts up to "
+        f"{found.median:,}{share}"
+    ]
+    most, width = max(count for _, count in found.bins), len(f"{found.bins[-1][0]:,}")
+    for limit, count in found.bins:
+        lines.append(f"up to {limit:>{width},} {'█' * round(BAR_WIDTH * count / most)} {count:,}")
+    if found.max_length is not None:
+        cut = f"{found.longer:,} ({percent(found.longer / found.examples)}) are longer than data.max_length "
+        lines.append(f"{cut}{found.max_length:,}{f': {found.effect}' if found.longer else ''}")
+    return "\n".join(lines)
+
+
+def _labels(look: DataLook) -> Iterator[tuple[str, str]]:
+    labels = look.labels
+    assert labels is not None
+    listed = [
+        f"{f'{place} = ' if labels.numbered else ''}{truncate(name)} ({count:,})"
+        for place, (name, count) in enumerate(labels.mapping[:MAX_LABELS])
+    ]
+    left = len(labels.mapping) - MAX_LABELS
+    if listed:
+        kind = "" if labels.kind == "labels" else f", {labels.kind}"
+        more = f" and {left:,} others" if left > 0 else ""
+        yield "labels", f"{len(labels.mapping):,}{kind}, with {labels.counted}: {', '.join(listed)}{more}"
+    if labels.note:
+        yield "labels", labels.note
+    if labels.different:
+        yield "labels", f"{counted(labels.different, 'text has', 'texts have')} different labels in different rows"
+
+
+def print_look(console: Console, look: DataLook, whole: bool = False, in_color: bool = True) -> None:
+    """Prints the facts and the examples. `whole`: print all of each text; `in_color`: use colors if there are any."""
+    table = grid()
+    for name, text in facts_of(look):
+        table.add_row(name, text)
+    console.print(table)
+    for example in look.examples:
+        console.print()
+        print_example(console, example, whole, in_color and console.color_system is not None)
+
+
+def print_example(console: Console, example: RowExample, whole: bool, in_color: bool) -> None:
+    """Prints a row, with learned text in color, or in ⟦ ⟧ where there is none."""
+    console.print(Text(f"--- {_place(example)}", style="dim"), soft_wrap=True)
+    if example.problem:
+        console.print(Text(f"left out: {example.problem}", style="yellow"), soft_wrap=True)
+    for part in example.parts:
+        shown = part if whole else _shortened(part)
+        console.print(_in_color(shown) if in_color else Text(plain_part(shown)), soft_wrap=True)
+
+
+def _place(example: RowExample) -> str:
+    form = f" ({example.form})" if example.form else ""
+    return f"{example.reason}{form}{f': {example.where}' if example.where else ''}"
+
+
+def plain_part(part: ExamplePart) -> str:
+    """Returns a part as text, with brackets around learned text and the names of marked spans after them."""
+    return f"{_heading(part)}: " + "".join(
+        f"{BEGIN}{one.text}{END}{one.label and f'({one.label})'}" if one.learned else one.text
+        for one in _joined(part.segments)
+    )
+
+
+def _in_color(part: ExamplePart) -> Text:
+    text = Text(f"{_heading(part)}: ", style=NAME)
+    for one in part.segments:
+        style = LEARNED if one.learned else SPECIAL if one.special else ""
+        text.append(one.text, style=f"not bold {style}".strip())
+        if one.label:
+            text.append(f"({one.label})", style="not bold cyan")
+    return text
+
+
+def _joined(segments: Iterable[TextSegment]) -> Iterator[TextSegment]:
+    """Joins neighbors that differ only in whether they are special tokens."""
+    last: TextSegment | None = None
+    for one in segments:
+        if last is not None and (last.learned, last.label) == (one.learned, one.label) and not one.label:
+            last = replace(last, text=last.text + one.text)
+            continue
+        if last is not None:
+            yield last
+        last = one
+    if last is not None:
+        yield last
+
+
+def _heading(part: ExamplePart) -> str:
+    if part.tokens is None:
+        return part.name
+    learned = "" if part.learned_tokens is None else f", {part.learned_tokens:,} learned"
+    return f"{part.name} ({counted(part.tokens, 'token')}{learned})"
+
+
+def _shortened(part: ExamplePart) -> ExamplePart:
+    """Cuts a long text after `MAX_PART_CHARACTERS`."""
+    room, kept = MAX_PART_CHARACTERS, list[TextSegment]()
+    for one in part.segments:
+        if len(one.text) > room:
+            kept.append(replace(one, text=one.text[:room]))
+            left = len(part.text) - MAX_PART_CHARACTERS
+            kept.append(TextSegment(f" ... {left:,} more characters, which --row shows", special=True))
+            break
+        kept.append(one)
+        room -= len(one.text)
+    return replace(part, segments=tuple(kept))
+
+
+def look_page(look: DataLook) -> str:
+    """Renders a page with the facts, the distributions and the examples."""
+    facts = [(name, text.splitlines()) for name, text in facts_of(look) if name != "lengths"]
+    lengths = [] if look.lengths is None else [("lengths", [_lengths(replace(look.lengths, bins=((1, 1),)))])]
+    for name, text in lengths:
+        facts.append((name, [line for line in text[0].splitlines() if "█" not in line]))
+    examples = [(_place(example), example, [_heading(part) for part in example.parts]) for example in look.examples]
+    return page("data.html", _plots(look), title=look.data, facts=facts, examples=examples)
+
+
+def _plots(look: DataLook) -> list[Plot]:
+    plots = []
+    if (lengths := look.lengths) is not None:
+        names = [f"up to {limit:,}" for limit, _ in lengths.bins]
+        series = Series("", names, [count for _, count in lengths.bins])
+        note = "" if lengths.max_length is None else f"data.max_length is {lengths.max_length:,}"
+        plots.append(Plot("lengths", "Lengths", lengths.unit, "texts", [series], "bars", note))
+    if look.labels is not None and look.labels.mapping:
+        chosen = look.labels.mapping[:MAX_PAGE_LABELS]
+        series = Series("", [name for name, _ in chosen], [count for _, count in chosen], color=1)
+        plots.append(Plot("labels", "Labels", "label", look.labels.counted, [series], "bars"))
+    return plots
