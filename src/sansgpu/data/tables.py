@@ -55,7 +55,7 @@ class Columns:
         tag = data.tag_column if isinstance(data, TaggedDataConfig) else None
         label = data.label_column
         if isinstance(label, list):
-            return cls(data.text_column, data.text_pair_column, None, tag, tuple(label))
+            return cls(data.text_column, data.text_pair_column, None, tag, labels=tuple(label))
         return cls(data.text_column, data.text_pair_column, label, tag)
 
     def set_in(self, data: Data) -> Data:
