@@ -216,9 +216,10 @@ def test_parquet_gives_the_same_conversations(tmp_path: Path) -> None:
         {"messages": [ASKED, {**GIVEN, "weight": 0}, ASKED, GIVEN], "system": "Be brief."},
     ]
     lines, file = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
-    parquet.write_table(pa.Table.from_pylist(json.loads(json.dumps(rows))), file)
+    names = {name: None for row in rows for name in row}
+    parquet.write_table(pa.Table.from_pylist([{**names, **row} for row in rows]), file)
     found = [[CONVERSATIONS.read(row._replace(where=WHERE)) for row in read_rows(path)] for path in (lines, file)]
-    assert repr(found[0]) == repr(found[1])
+    assert found[0] == found[1]
     assert found[0][3].unlearned == {2}
 
 
