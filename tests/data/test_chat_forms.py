@@ -117,6 +117,17 @@ def test_ultrafeedback_is_read_in_task_preference() -> None:
     assert PREFERENCES.read(SourceRow(WHERE, in_csv)).conversations == found.conversations
 
 
+def test_the_best_and_the_worst_of_ultrafeedbacks_completions_are_compared() -> None:
+    scores = (("d", 3.0), ("b", 4.5), ("c", None), ("e", 1.0))
+    completions = [{"response": text, "overall_score": score, "model": "x"} for text, score in scores]
+    row, report = {"source": "x", "instruction": "a?", "completions": completions}, RowReport("fail")
+    found = PREFERENCES.read(SourceRow(WHERE, row), report=report)
+    assert [one.turns[-1]["content"] for one in found.conversations] == ["b", "e"]
+    assert {*report.unused} == {"source", "the completions between the best and the worst"}
+    with pytest.raises(BadRowError, match="has no two completions with different scores"):
+        PREFERENCES.read(SourceRow(WHERE, {**row, "completions": completions[:1] * 2}))
+
+
 def test_system_history_and_context_are_part_of_a_preference() -> None:
     row = {"instruction": "c?", "input": "It is.", "system": "Be brief.", "history": [["a?", "b"]],
            "chosen": "d", "rejected": "e"}  # fmt: skip
