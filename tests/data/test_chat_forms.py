@@ -117,6 +117,17 @@ def test_ultrafeedback_is_read_in_task_preference() -> None:
     assert PREFERENCES.read(SourceRow(WHERE, in_csv)).conversations == found.conversations
 
 
+def test_the_best_and_the_worst_of_ultrafeedbacks_completions_are_compared() -> None:
+    scores = (("d", 3.0), ("b", 4.5), ("c", None), ("e", 1.0))
+    completions = [{"response": text, "overall_score": score, "model": "x"} for text, score in scores]
+    row, report = {"source": "x", "instruction": "a?", "completions": completions}, RowReport("fail")
+    found = PREFERENCES.read(SourceRow(WHERE, row), report=report)
+    assert [one.turns[-1]["content"] for one in found.conversations] == ["b", "e"]
+    assert {*report.unused} == {"source", "the completions between the best and the worst"}
+    with pytest.raises(BadRowError, match="has no two completions with different scores"):
+        PREFERENCES.read(SourceRow(WHERE, {**row, "completions": completions[:1] * 2}))
+
+
 def test_system_history_and_context_are_part_of_a_preference() -> None:
     row = {"instruction": "c?", "input": "It is.", "system": "Be brief.", "history": [["a?", "b"]],
            "chosen": "d", "rejected": "e"}  # fmt: skip
@@ -216,9 +227,10 @@ def test_parquet_gives_the_same_conversations(tmp_path: Path) -> None:
         {"messages": [ASKED, {**GIVEN, "weight": 0}, ASKED, GIVEN], "system": "Be brief."},
     ]
     lines, file = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
-    parquet.write_table(pa.Table.from_pylist(json.loads(json.dumps(rows))), file)
+    names = {name: None for row in rows for name in row}
+    parquet.write_table(pa.Table.from_pylist([{**names, **row} for row in rows]), file)
     found = [[CONVERSATIONS.read(row._replace(where=WHERE)) for row in read_rows(path)] for path in (lines, file)]
-    assert repr(found[0]) == repr(found[1])
+    assert found[0] == found[1]
     assert found[0][3].unlearned == {2}
 
 

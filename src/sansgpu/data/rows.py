@@ -186,7 +186,7 @@ def row_value(row: Mapping[Any, Any], column: Column, key: str, where: str) -> A
 
 def is_conversation(row: Mapping[Any, Any]) -> bool:
     """Returns whether a row has columns of a conversation or a prompt and its completion, but no text column."""
-    turns = any(isinstance(row.get(name), (list, tuple)) for name in ("messages", "conversations"))
+    turns = any(isinstance(row.get(name), (list, tuple)) for name in ("messages", "conversations", "conversation"))
     answer = any(name in row for name in ("completion", "output")) and len(_string_columns(row)) != 1
     return not _text_columns(row) and (turns or answer)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sansgpu.data.forms.answer_scores import remark_on_scores
-from sansgpu.data.forms.chat_columns import all_turns, context_of, require_nonempty, string_in
+from sansgpu.data.forms.chat_columns import all_turns, require_nonempty
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
     Conversation,
@@ -16,12 +17,13 @@ from sansgpu.data.forms.chats import (
     instruction_and_answer,
     prompt_and_answer,
 )
-from sansgpu.data.forms.form import Forms
+from sansgpu.data.forms.form import Form, Forms
 from sansgpu.data.forms.turns import decoded, role_of
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
 RATING_COLUMNS = "label", "kto_tag"  # the second as in LLaMA-Factory's rows
+SCORE_KEYS = "overall_score", "fine-grained_score", "score", "rating"  # of completions, as in UltraFeedback
 # The keys True and False also match the numbers 1 and 0.
 RATINGS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -49,8 +51,11 @@ def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, co
 
 def _pair(row: SourceRow, columns: Columns, prompt: Any, answers: tuple[Any, Any]) -> PreferenceRow:
     named = zip(("chosen", "rejected"), answers, strict=True)
-    found = tuple(_prompt_and_answer(row, prompt, answer, name, columns) for name, answer in named)
-    return PreferenceRow(row.where, found, remark=remark_on_scores(row))
+    return _of_two(row, [_prompt_and_answer(row, prompt, answer, name, columns) for name, answer in named])
+
+
+def _of_two(row: SourceRow, conversations: Sequence[Conversation]) -> PreferenceRow:
+    return PreferenceRow(row.where, tuple(conversations), remark=remark_on_scores(row))
 
 
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
@@ -72,11 +77,48 @@ def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], Preferen
 
 def _pair_with_instruction_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
     def read(row: SourceRow, columns: Columns) -> PreferenceRow:
-        instruction, context = string_in(row, column), context_of(row)
-        prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-        return _pair(row, columns, prompt, _two_answers(row))
+        require_nonempty(row.where, row.value[column], column)
+        answers = dict(zip(("chosen", "rejected"), _two_answers(row), strict=True))
+        decoded_row = row._replace(value={**row.value, **answers})
+        return _of_two(row, [instruction_and_answer(decoded_row, column, name, columns) for name in answers])
 
     return read
+
+
+def _best_and_worst(row: SourceRow, columns: Columns) -> PreferenceRow:
+    """Reads an instruction with several scored answers, of which the best and the worst are compared."""
+    completions = decoded(row.value["completions"])
+    scored = [(score_of(one), one.get("response")) for one in completions if isinstance(one, dict)]
+    ranked = sorted(((score, text) for score, text in scored if score is not None), key=lambda pair: pair[0])
+    if len(ranked) < 2 or ranked[0][0] == ranked[-1][0]:
+        raise bad_row(row.where, f"has no two completions with different scores ({', '.join(SCORE_KEYS)})")
+    return _pair(row, columns, row.value["instruction"], (ranked[-1][1], ranked[0][1]))
+
+
+def score_of(completion: Row) -> float | None:
+    """Returns the score of a completion as a number, or None if it has none."""
+    for key in SCORE_KEYS:
+        try:
+            score = float(completion.get(key))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            continue
+        if math.isfinite(score):
+            return score
+    return None
+
+
+def _are_scored(row: Row, columns: Columns) -> bool:
+    completions = decoded(row.get("completions"))
+    are_objects = isinstance(completions, list) and any(isinstance(one, dict) for one in completions)
+    return are_objects and isinstance(row.get("instruction"), str)
+
+
+def _of_ranked(form: Form[PreferenceRow]) -> Form[PreferenceRow]:
+    """Returns a form that also names the completions that are not compared."""
+    return replace(form, unused=lambda row, columns: [
+        *(form.unused(row, columns) if form.unused is not None else ()),
+        *(["the completions between the best and the worst"] if len(decoded(row["completions"])) > 2 else []),
+    ])  # fmt: skip
 
 
 def _has_prompt(row: Row, columns: Columns) -> bool:
@@ -157,6 +199,10 @@ PREFERENCES = Forms(
                 {column: _PROMPT, "chosen": "4", "rejected": "5"}, ("history",)) for column in INSTRUCTION_COLUMNS),
     chat_form(("chosen", "rejected"), _whole_pair,
               {"chosen": [*_ASKED, _GOOD], "rejected": [*_ASKED, _BAD]}, ("prompt",)),
+    _of_ranked(chat_form(
+        ("instruction", "completions"), _best_and_worst,
+        {"instruction": _PROMPT, "completions": [
+            {"response": "4", "overall_score": 9}, {"response": "5", "overall_score": 2}]}, (), _are_scored)),
     *(chat_form((column, rating), _rated_conversation_in(column), {column: [*_ASKED, _BAD], rating: False})
       for rating in RATING_COLUMNS for column in ("messages", "conversations")),
     *(chat_form((*pair, rating), _rated_answer_in(*pair),
