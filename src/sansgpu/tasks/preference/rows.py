@@ -28,6 +28,7 @@ class Answers:
     label: bool = True  # whether the first answer is good
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
     lacks_system: bool = field(default=False, compare=False)  # the chat template omitted the system message
+    lost_thoughts: int = field(default=0, compare=False)  # turns whose thoughts it omitted
 
 
 def tokenize_preferences(
@@ -75,6 +76,7 @@ def tokenize_preferences(
             if answers is not None:
                 examples.append(answers)
                 notes.count(answers.special_text, answers.lacks_system)
+                notes.count_thoughts(answers.lost_thoughts)
     return examples
 
 
@@ -128,5 +130,5 @@ def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
     parts = [(one[length : length + stop], known[:stop]) for one, known, stop in answers]
     special_text = next((one.special_text for one in masked if one.special_text is not None), None)
     answered, targets = tuple(one for one, _ in parts), tuple(known for _, known in parts)
-    lacks_system = masked[0].lacks_system
-    return Answers(ids[0][:length], answered, targets, special_text=special_text, lacks_system=lacks_system)
+    found = Answers(ids[0][:length], answered, targets, special_text=special_text, lacks_system=masked[0].lacks_system)
+    return replace(found, lost_thoughts=max(one.lost_thoughts for one in masked))

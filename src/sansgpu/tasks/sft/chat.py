@@ -40,6 +40,7 @@ class MaskedConversation:
     sizes: list[int] = field(default_factory=list, compare=False)
     lacks_system: bool = False  # the chat template omitted the system message
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
+    lost_thoughts: int = field(default=0, compare=False)  # turns whose thoughts the chat template omitted
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def tokenize_conversations(
             continue
         notes.shortened += is_shortened
         notes.count(fitted.special_text, fitted.lacks_system)
+        notes.count_thoughts(fitted.lost_thoughts)
         tokens.extend(fitted.ids)
         learned.extend(fitted.learned)
         offsets.append(len(tokens))
@@ -210,5 +212,5 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist()).tolist()
-    lacks_system = rendered.lacks_system()
-    return MaskedConversation(encoded.ids, learned.tolist(), sizes, lacks_system, encoded.special_text)
+    found = MaskedConversation(encoded.ids, learned.tolist(), sizes, rendered.lacks_system(), encoded.special_text)
+    return replace(found, lost_thoughts=rendered.lost_thoughts())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
@@ -13,12 +13,18 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
 from sansgpu.data.forms.chats import Conversation, Message
 from sansgpu.data.rows import bad_row
-from sansgpu.machine.untrusted.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
+from sansgpu.machine.untrusted.templates import (
+    Rendered,
+    UnusableTemplateError,
+    render_prefixes,
+    render_spans,
+    with_tools,
+)
+from sansgpu.models.generation.thoughts import THOUGHT_END, lost_thoughts
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THOUGHT_END = "</think>"
 # Some templates write today's date, but a run that is resumed tomorrow must get the same tokens. So the date is always
 # the default of Llama 3's templates. A macro formats it, because no functions can be passed to a template.
 _CODES = "".join(f" | replace('%{code}', '{date(2024, 7, 26).strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY")
@@ -60,6 +66,10 @@ class RenderedConversation:
         """Returns whether the template omits the system message, as Mistral's does after the last question."""
         return any(turn["role"] == "system" and turn["content"].strip() not in self.full for turn in self._turns)
 
+    def lost_thoughts(self) -> int:
+        """Returns the number of turns whose thoughts the template leaves out, as Qwen3's does in earlier turns."""
+        return lost_thoughts(self._turns, self.full, self.render)
+
     def _require_calls(self) -> None:
         """Raises BadRowError if the template ignores a tool call, because the model would learn an empty answer."""
         for number in self._learned_turns():
@@ -85,13 +95,18 @@ class RenderedConversation:
             return self._require_text(self._render_all(self._turns[:count], [(count, prompt)])[0])
         return self._require_text(self._prefixes[count, prompt])
 
-    def render(self, turns: Sequence[Message]) -> str:
+    def render(self, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the text of other turns. Raises BadRowError if the template rejects them."""
-        return self._require_text(self._render_all(turns, [(len(turns), False)])[0])
+        return self._require_text(self._render_all(turns, [(len(turns), False)], tools)[0])
 
-    def _render_all(self, turns: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Rendered]:
+    def _render_all(
+        self,
+        turns: Sequence[Message],
+        prefixes: Sequence[tuple[int, bool]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Rendered]:
         try:
-            return render_prefixes(self._template, self._names, turns, prefixes)
+            return render_prefixes(self._template, with_tools(self._names, tools), turns, prefixes)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
 
