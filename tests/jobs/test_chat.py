@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from sansgpu.cli import run as cli
 from sansgpu.jobs.generate import ChatSession
@@ -75,6 +76,42 @@ def test_a_conversation_is_remembered_until_it_is_reset(learned: Path) -> None:
     conversation.reset()
     assert [turn["role"] for turn in conversation.messages] == ["system"]
     assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
+
+
+STRICT = """{% if style != 'brief' %}{{ raise_exception('style is ' ~ style) }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_template_variables_of_training_are_those_of_every_command(home: Path, capsys: Captured) -> None:
+    rows = [{"messages": [{"role": r, "content": f"{r} {n}"} for r in ("user", "assistant")]} for n in range(8)]
+    data, template = write_rows(home / "brief.jsonl", rows), home / "strict.jinja"
+    template.write_text(STRICT, encoding="utf-8")
+    run = made(
+        home, "brief", data__dataset_name=data, data__chat_template=template, training__max_steps=1,
+        data__template_variables="{style: brief}", training__sample_prompt="red", training__sample_tokens=1,
+    )  # fmt: skip
+    assert cli(["eval", str(run)]) == 0
+    prompts = write_rows(home / "asked.jsonl", [{"messages": row["messages"][:1]} for row in rows[:2]])
+    for target in (run, run / "final"):
+        for style, code in ((None, 0), ("brief", 0), ("long", 2), ("[brief]", 2)):
+            chosen = [] if style is None else ["--template-variable", f"style={style}"]
+            capsys.readouterr()
+            assert cli(["chat", str(target), "--prompt", "red", "--max-new-tokens", "1", *chosen]) == code
+            assert ("rejects this conversation (style is " in capsys.readouterr().err) == bool(code)
+    exported = AutoTokenizer.from_pretrained(run / "final")
+    assert exported.apply_chat_template(rows[0]["messages"], tokenize=False).startswith("<|im_start|>user\nuser 0")
+    named = ["--data", str(prompts), "--output", str(home / "answered.jsonl"), "--max-new-tokens", "1"]
+    for options, code, words in (
+        (["chat", str(run), "--prompt", "red", "--template-variable", "styl=brief"], 2, "did you mean style?"),
+        (["chat", str(run), "--prompt", "red", "--template-variable", "brief"], 2, "a name and a value"),
+        (["generate", str(run), "--prompt", "red", "--template-variable", "style=brief"], 2, "require --data"),
+        (["generate", str(run), *named, "--template-variable", "style=long"], 2, "style is long"),
+        (["generate", str(run), *named, "--template-variable", "style=brief"], 0, ""),
+    ):
+        capsys.readouterr()
+        assert cli(options) == code
+        assert words in capsys.readouterr().err
 
 
 def test_models_that_cannot_chat_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:

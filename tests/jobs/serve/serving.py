@@ -39,6 +39,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     line: str  # the line that the server printed at its start
+    folder: Path  # of the model
 
     def client(self, key: str = "unused") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
@@ -79,7 +80,7 @@ def served(target: Path, cache: Path, *options: str, before: str = "", **variabl
         line = process.stdout.readline()
         found = re.search(r"http://\S+", line)
         assert found, process.communicate()[1]
-        yield Server(process, found[0], line)
+        yield Server(process, found[0], line, target)
     finally:
         process.kill()
         process.communicate()

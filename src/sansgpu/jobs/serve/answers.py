@@ -58,15 +58,15 @@ class TextAnswer:
         scores: list[list[TokenScore]] = [[] for _ in texts]
         calls: list[list[Object]] = [[] for _ in texts]
         async for event in self._read(events):
-            if isinstance(event, TextPiece):
-                scores[event.index] += event.scores
-            else:
-                reasons[event.index] = self._reason(event)
             for part in self._parts(event):
                 if isinstance(part, str):
                     texts[event.index] += part
                 else:
                     calls[event.index].append(_call_object(part))
+            if isinstance(event, TextPiece):
+                scores[event.index] += event.scores
+            else:
+                reasons[event.index] = self._reason(event)
         choices = []
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             called = {"tool_calls": calls[index]} if calls[index] else {}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sansgpu.config import ConfigError
+from sansgpu.models.generation.thoughts import THOUGHT_KEYS
 
-ALWAYS_RENDERED = "role", "content"
+NOT_CHECKED = ("role", "content", *THOUGHT_KEYS)  # thoughts are counted turn by turn
 CHECKED_ROLES = "tool", "developer"  # roles of turns that some templates skip
 
 
@@ -16,9 +17,9 @@ def omitted_parts(
 ) -> Iterator[str]:
     """Names the parts without which `render(messages, tools)` gives the same result.
 
-    Such parts are the tools, keys of turns besides role and content, and contents of turns with special roles.
+    Such parts are the tools, keys of turns besides role, content and thoughts, and contents of turns with special roles.
     """
-    keys = dict.fromkeys(key for message in messages for key in message if key not in ALWAYS_RENDERED)
+    keys = dict.fromkeys(key for message in messages for key in message if key not in NOT_CHECKED)
     roles = dict.fromkeys(message["role"] for message in messages if message["role"] in CHECKED_ROLES)
     if not (keys or roles or tools):
         return

@@ -61,7 +61,6 @@ def encoded_prompt(
     tokens in messages and tools stay plain text unless `parse_special`. Raises ConfigError if the template refuses the
     conversation.
     """
-    require_variables(tokenizer, variables)
     render = partial(prompt_text, tokenizer, revise=revise, variables=variables)
     text = render(messages, tools=tools)
     try:
@@ -91,6 +90,7 @@ def prompt_text(
     """
     if tokenizer.chat_template is None:
         raise ConfigError("the model has no chat template; set data.chat_template, or pass a text instead of messages.")
+    require_variables(tokenizer, variables)
     try:
         template = revise(tokenizer.get_chat_template(tools=list(tools) or None))
         names = with_tools({**tokenizer.special_tokens_map, **variables}, tools)

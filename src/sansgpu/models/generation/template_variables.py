@@ -42,7 +42,7 @@ def require_variables(tokenizer: Any, variables: Variables) -> None:
         return
     if tokenizer.chat_template is None:
         raise ConfigError("the model has no chat template to use template variables; remove them.")
-    used = (name for name in _variables_of(tokenizer) if name not in tokenizer.special_tokens_map)
+    used = (name for name in _variables_of(tokenizer) if name not in tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
     known = [name for name in used if is_template_variable(name)]
     for name in variables:
         if name not in known:

@@ -29,6 +29,7 @@ class Answers:
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
     lacks_system: bool = field(default=False, compare=False)  # the chat template omitted the system message
     omitted: tuple[str, ...] = field(default=(), compare=False)  # names of other parts that it omitted
+    lost_thoughts: int = field(default=0, compare=False)  # turns whose thoughts it omitted
 
 
 def tokenize_preferences(
@@ -77,6 +78,7 @@ def tokenize_preferences(
             if answers is not None:
                 examples.append(answers)
                 notes.count(answers.special_text, answers.lacks_system, answers.omitted)
+                notes.count_thoughts(answers.lost_thoughts)
     return examples
 
 
@@ -132,4 +134,5 @@ def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
     answered, targets = tuple(one for one, _ in parts), tuple(known for _, known in parts)
     found = Answers(ids[0][:length], answered, targets, special_text=special_text)
     omitted = tuple(dict.fromkeys(name for one in masked for name in one.omitted))
-    return replace(found, lacks_system=masked[0].lacks_system, omitted=omitted)
+    lost_thoughts = max(one.lost_thoughts for one in masked)
+    return replace(found, lacks_system=masked[0].lacks_system, omitted=omitted, lost_thoughts=lost_thoughts)

@@ -43,6 +43,7 @@ class MaskedConversation:
     lacks_system: bool = False  # the chat template omitted the system message
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
     omitted: tuple[str, ...] = ()  # names of other parts that the chat template omitted
+    lost_thoughts: int = field(default=0, compare=False)  # turns whose thoughts the chat template omitted
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def tokenize_conversations(
             continue
         notes.shortened += is_shortened
         notes.count(fitted.special_text, fitted.lacks_system, fitted.omitted)
+        notes.count_thoughts(fitted.lost_thoughts)
         tokens.extend(fitted.ids)
         learned.extend(fitted.learned)
         offsets.append(len(tokens))
@@ -218,4 +220,4 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist()).tolist()
     found = MaskedConversation(encoded.ids, learned.tolist(), sizes, rendered.lacks_system(), encoded.special_text)
-    return replace(found, omitted=rendered.omitted())
+    return replace(found, omitted=rendered.omitted(), lost_thoughts=rendered.lost_thoughts())

@@ -42,6 +42,8 @@ class ReadingNotes:
     lacking_system: int = 0  # conversations whose system message the chat template omitted
     omitted: Counter[str] = field(default_factory=Counter)  # rows by a part that the chat template omitted
     from_marks: int = 0  # texts of ChatML turns, which were read as conversations
+    losing_thoughts: int = 0  # conversations with such turns as below
+    lost_thoughts: int = 0  # turns whose thoughts the chat template left out
     with_special_text: int = 0  # rows with the text of a special token, which stayed plain text
     special_text: str | None = None  # the first such text
 
@@ -51,6 +53,11 @@ class ReadingNotes:
         self.lacking_system += lacks_system
         self.with_special_text += special_text is not None
         self.special_text = self.special_text or special_text
+
+    def count_thoughts(self, lost: int) -> None:
+        """Counts a conversation in which the chat template leaves out the thoughts of `lost` turns."""
+        self.losing_thoughts += lost > 0
+        self.lost_thoughts += lost
 
     def messages(self, name: str, max_length: int, cut: str = "", whole: str = "they") -> Iterator[str]:
         """Yields messages about the source `name`. `cut` says what was cut off, and `whole` what was too long."""
@@ -82,5 +89,11 @@ class ReadingNotes:
             yield (
                 f"{name}: {counted(self.from_marks, 'text is', 'texts are')} made of <|im_start|> turns, read as "
                 "conversations: only the assistant's turns are learned."
+            )
+        if self.lost_thoughts:
+            yield (
+                f"{name}: the chat template leaves out the thoughts of {counted(self.lost_thoughts, 'turn')} in "
+                f"{counted(self.losing_thoughts, 'row')}, so the model does not learn them; to teach them, set "
+                "data.chat_template to a template that writes them."
             )
         yield from (f"{name}: {note}" for note in self.bad_rows.notes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
@@ -23,11 +23,11 @@ from sansgpu.machine.untrusted.templates import (
     with_tools,
 )
 from sansgpu.models.generation.omitted import omitted_parts
+from sansgpu.models.generation.thoughts import THOUGHT_END, lost_thoughts
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THOUGHT_END = "</think>"
 # Some templates write today's date, but a run that is resumed tomorrow must get the same tokens. So the date is always
 # the default of Llama 3's templates. A macro formats it, because no functions can be passed to a template.
 _CODES = "".join(f" | replace('%{code}', '{date(2024, 7, 26).strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY")
@@ -69,6 +69,10 @@ class RenderedConversation:
     def lacks_system(self) -> bool:
         """Returns whether the template omits the system message, as Mistral's does after the last question."""
         return any(turn["role"] == "system" and turn["content"].strip() not in self.full for turn in self._turns)
+
+    def lost_thoughts(self) -> int:
+        """Returns the number of turns whose thoughts the template leaves out, as Qwen3's does in earlier turns."""
+        return lost_thoughts(self._turns, self.full, self.render)
 
     def _require_calls(self) -> None:
         """Raises BadRowError if the template ignores a tool call, because the model would learn an empty answer."""
