@@ -26,7 +26,7 @@ from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.forms.pairs import read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch
-from sansgpu.data.rows import RowReport
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tables import Columns
