@@ -16,6 +16,7 @@ from sansgpu.config.schema import Config
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.models.huggingface.sentence_embedding import (
+    Dense,
     EmbeddingLayout,
     Pooling,
     pool,
@@ -83,8 +84,10 @@ class EmbeddingObjective(ComparedEmbeddings, FineTuning):
         self.layout = embedding_layout(config, self.unpadded.causal)
         self._hidden_size = self.width = int(self.model.config.get_text_config().hidden_size)
         self.dense = read_dense(config.model, self.layout, self.width)
+        for module in self.dense:
+            assert isinstance(module, Dense)
+            self.width = len(module.weight)
         if len(self.dense):
-            self.width = int(self.dense[-1].weight.shape[0])  # type: ignore[union-attr,arg-type]
             self.model.add_module(DENSE, self.dense)  # so that it is trained, and part of snapshots
         self.require_dims()
 
