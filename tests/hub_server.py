@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,6 +19,7 @@ import pytest
 
 Fault = Literal["fail", "gone", "cut", "stall", None]
 STALL_SECONDS = 2.0
+CONVERTED, CONVERTED_REVISION = "refs/convert/parquet", "b" * 40
 
 
 def _no_fault(_: int) -> Fault:
@@ -35,6 +36,8 @@ class Hub:
     kind: Literal["datasets", "models"] = "datasets"
     fault: Callable[[int], Fault] = _no_fault  # returns what goes wrong with a download, given its number from 1
     rejects_tokens: bool = False  # as the Hub does with invalid ones
+    converted: Path | None = None  # files of the branch refs/convert/parquet
+    waits: list[dict[str, str]] = field(default_factory=list)  # headers of the answers 429 to the next requests
     status: int | None = None  # of all answers, except to the question whether there is a Hub
     downloads: list[str] = field(default_factory=list)  # the file and range of each download of data
     requests: int = 0
@@ -110,6 +113,17 @@ class _RepositoryHandler(HubHandler):
     def _respond(self, body: bytes = b"") -> None:
         hub, path = self.hub, unquote(urlparse(self.path).path)
         hub.requests += 1
+        if path != "/" and hub.waits:
+            self._send(b'{"error": "rate limit"}', 429, hub.waits.pop(0))
+            return
+        if CONVERTED in path or CONVERTED_REVISION in path:
+            if hub.converted is None:
+                self._send(b'{"error": "no branch"}', 404, {"X-Error-Code": "RevisionNotFound"})
+                return
+            hub, path = (
+                replace(hub, folder=hub.converted, revision=CONVERTED_REVISION),
+                path.replace(CONVERTED, "converted"),
+            )
         api = f"/api/{hub.kind}/{hub.name}"
         resolve = f"{'/datasets' if hub.kind == 'datasets' else ''}/{hub.name}/resolve/"
         if path == "/":

@@ -1,8 +1,10 @@
 """Decoding restores any encoded text."""
 
+import base64
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,17 @@ from transformers import AutoTokenizer
 
 import sansgpu.tokenizer
 from sansgpu.config import ConfigError
-from sansgpu.data.tokenizer import END_OF_TEXT, BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from sansgpu.config.schema import DataConfig
+from sansgpu.data.shards import build_tokenizer, left_out_note
+from sansgpu.data.sources import open_sources
+from sansgpu.data.tokenizer import (
+    END_OF_TEXT,
+    BoundedRuns,
+    BPETokenizer,
+    CharTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 
 SAMPLE = ["def main():\n    return 'naïve café'\r\n\n\n", "1234567 words, and more words; and MORE\t\ttabs"] * 5
 TOKENIZERS = [BPETokenizer.train(SAMPLE, 300), CharTokenizer.train(SAMPLE)]
@@ -122,3 +134,43 @@ def test_rubbish_is_no_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match="does not exist"):
         load_tokenizer(tmp_path / "none.json")
+
+
+def long_runs() -> dict[str, str]:
+    draws = np.random.default_rng(0)
+    return {
+        "DNA": "".join(draws.choice(list("ACGT"), 60_000)),
+        "base64": base64.b64encode(draws.bytes(45_000)).decode(),
+        "one letter": "a" * 60_000,
+        "one letter of another script": "д" * 60_000,
+        "minified": "".join(draws.choice(["function(", "a,b){return", "!x1;", "var_y='z'"], 8_000)),
+    }
+
+
+@pytest.mark.parametrize("kind", long_runs())
+def test_long_runs_without_white_space_are_trained_on_up_to_a_limit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sansgpu.data.tokenizer.MAX_UNSPACED", 10_000)
+    run, words = long_runs()[kind], "the quick brown fox " * 50
+    texts = [f"{words}{run} and {words}", words, run[:5_000]]
+    bounded = BoundedRuns(texts)
+    found = "".join(bounded)
+    assert bounded.left_out == len("".join(texts)) - len(found) > 40_000
+    assert found == f"{words}{run[:10_000]} and {words}{words}"
+    (tmp_path / "a.txt").write_text(texts[0])
+    data = DataConfig(dataset_name=str(tmp_path / "a.txt"), tokenizer="bpe", vocab_size=300)
+    source = open_sources(data).train
+    for _ in range(2):  # trained, and from the cache
+        tokenizer = build_tokenizer(data, source, tmp_path / "cache", lambda *_: None)
+        assert f"not trained on {len(run) - 10_000:,} characters" in str(left_out_note(tokenizer))
+        assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
+
+
+def test_usual_text_is_trained_on_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sansgpu.data.tokenizer.MAX_UNSPACED", 0)
+    address = f"see https://example.org/{'x/1' * 600} there"
+    texts = ["", "a b\n" * 9999, "中文没有空格，但有标点。" * 999, address, "x = [1,2,3]; " * 999]
+    bounded = BoundedRuns(texts)
+    assert [*bounded] == texts
+    assert bounded.left_out == 0

@@ -332,6 +332,8 @@ def tokenizer_train(
         print_json(result)
     else:
         show(f"{result['vocab_size']:,} tokens, written to {output}")
+        if "note" in result:
+            show(f"{result['note']}.")
         suggest("train", "--set", f"data.tokenizer={output}", "--set", f"data.dataset_name={source}")
 
 

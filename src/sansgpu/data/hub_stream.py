@@ -22,11 +22,12 @@ from filelock import FileLock
 
 from sansgpu.config import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.schema import DataConfig
-from sansgpu.config.wording import counted, first_line
+from sansgpu.config.wording import counted, first_line, truncate
 from sansgpu.data.rows import row_text
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_failures_as, write_text
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.hub.client import HUB
 
 SHARD_CHARS = 4 << 20
 ATTEMPTS = 4  # downloads of a shard before giving up
@@ -170,6 +171,60 @@ def open_stream(name: str, data: DataConfig) -> HubStream:
             write_text(record, str(revision))
     revision = record.read_text(encoding="utf-8").strip()
     return HubStream(name, data.dataset_config, data.text_column, revision, folder)
+
+
+CONVERTED = "refs/convert/parquet"  # the branch in which the Hub stores many datasets with a script as Parquet files
+_NO_SCRIPTS = "scripts are no longer supported"  # in the message of `datasets` about a dataset with a script
+
+
+def load_from_hub(name: str, subset: str | None, cache: str | None) -> Any:
+    """Loads a dataset on the Hub. One with a script, which cannot be run, is read from the Hub's conversion of it.
+
+    Raises ConfigError if there is no conversion, and exceptions of `datasets` and the Hub's client.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, subset, cache_dir=cache)
+    except RuntimeError as error:
+        if _NO_SCRIPTS not in str(error):
+            raise
+    files = _converted_files(name, subset)
+    HUB.report(f"{name} is a Python script, which is not run, so the Hub's conversion of it is read ({CONVERTED}).")
+    return datasets.load_dataset(name, data_files=files, revision=CONVERTED, cache_dir=cache)
+
+
+def _converted_files(name: str, subset: str | None) -> dict[str, list[str]]:
+    """Returns the files of each split of a subset in the Hub's conversion of a dataset. Raises ConfigError."""
+    folders = _converted_entries(name, "")
+    if not folders:
+        raise ConfigError(
+            f"{name} is a Python script, which is not run, and the Hub has no conversion of it to Parquet (branch "
+            f"{CONVERTED}); choose another repository with the same data in .parquet or .jsonl files."
+        )
+    chosen = folders[0] if subset is None and len(folders) == 1 else subset
+    if chosen not in folders:
+        raise ConfigError(
+            f"{name} has the parts {truncate(', '.join(folders))}; set data.dataset_config to one of them."
+        )
+    splits = {split.rpartition("/")[2].removeprefix("partial-"): split for split in _converted_entries(name, chosen)}
+    return {split: _converted_entries(name, folder) for split, folder in splits.items()}
+
+
+def _converted_entries(name: str, folder: str) -> list[str]:
+    """Returns the paths of the folders, or else the Parquet files, in a folder of the conversion of a dataset."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import RepoFolder
+
+    try:
+        found = list(HfApi().list_repo_tree(name, folder or None, revision=CONVERTED, repo_type="dataset"))
+    except HfHubHTTPError:
+        if HUB.problem:
+            raise
+        return []  # there is no such branch
+    folders = [entry.path for entry in found if isinstance(entry, RepoFolder)]
+    return folders or [entry.path for entry in found if entry.path.endswith(".parquet")]
 
 
 def _training_split(name: str, subset: str | None, revision: str | None) -> Any:

@@ -67,6 +67,9 @@ class TokenStore:
     sizes: TokenSizes | None = None
 
 
+LEFT_OUT = "left_out.txt"  # number of characters, in the folder of a trained tokenizer
+
+
 def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: ReportProgress) -> Tokenizer:
     """Loads the configured tokenizer. "bpe" and "char" are trained on `source` and cached."""
     if data.tokenizer not in TRAINED_TOKENIZERS:
@@ -83,8 +86,25 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Rep
             limit = data.tokenizer_sample_mb * 1_000_000
             tokenizer = BPETokenizer.train(_sample(source, limit, max_tokens, progress), data.vocab_size)
         tokenizer.save(folder)
+        if tokenizer.left_out:
+            (folder / LEFT_OUT).write_text(str(tokenizer.left_out), encoding="utf-8")
 
-    return load_tokenizer(cached(cache / "tokenizers" / key, build))
+    folder = cached(cache / "tokenizers" / key, build)
+    tokenizer = load_tokenizer(folder)
+    left_out = folder / LEFT_OUT
+    tokenizer.left_out = int(left_out.read_text(encoding="utf-8")) if left_out.is_file() else 0
+    return tokenizer
+
+
+def left_out_note(tokenizer: Tokenizer) -> str | None:
+    """Returns a message about text that a tokenizer was not trained on, or None."""
+    if not tokenizer.left_out:
+        return None
+    return (
+        f"the tokenizer was not trained on {tokenizer.left_out:,} characters in runs of thousands without white space, "
+        "such as DNA, base64 or minified code; models learn little from such runs, so leave them out of the data, or "
+        "set data.tokenizer to char for such data"
+    )
 
 
 def build_store(

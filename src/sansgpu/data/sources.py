@@ -296,6 +296,11 @@ def _explained(name: str, local: bool) -> Iterator[None]:
         raise
     except Exception as error:
         reason = first_line(error)
+        if "scripts are no longer supported" in reason:  # a stream of a dataset with a script
+            raise ConfigError(
+                f"{name} is a Python script, which is not run, and data.streaming cannot read the Hub's conversion of "
+                "it; set it to false, or choose another repository with the data in .parquet files."
+            ) from None
         answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
         if not local and not answered and is_unreachable(error):
             raise UnreachableError(
@@ -336,10 +341,10 @@ def _streamed_source(name: str, data: DataConfig) -> Source:
 
 
 def _from_hub(name: str, data: DataConfig) -> Any:
-    import datasets
+    from sansgpu.data.hub_stream import load_from_hub  # imports the Hub's client, which is slow
 
     with reading_hub():
-        return datasets.load_dataset(name, data.dataset_config, cache_dir=data.cache_dir)
+        return load_from_hub(name, data.dataset_config, data.cache_dir)
 
 
 def _dataset_source(name: str, dataset: Any, column: str | int | None) -> Source:

@@ -31,6 +31,9 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # characters that SPLIT would not separate
+# Text without white space, such as DNA, base64 or minified code, or one endless word in another script.
+UNSPACED_RUN = re.compile(r"[!-~]{2000,}|[^\W\d_]{1000,}|[^\w\s]{1000,}|\s{1000,}")
+MAX_UNSPACED = 4 << 20  # characters of such runs in BPE training, which needs 100 bytes and a microsecond for each
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Ids = tuple[int, ...]
 P = ParamSpec("P")
@@ -62,6 +65,7 @@ class Tokenizer:
         self.prefix_ids, self.suffix_ids = around or ((self.end_id,), ())
         self.other_end_ids: Ids = ()  # more tokens at which the model ends a text
         self.stops: tuple[str, ...] = ()  # texts at which it ends one
+        self.left_out = 0  # characters of runs without white space that it was not trained on
 
     @property
     def vocab_size(self) -> int:
@@ -218,7 +222,9 @@ class BPETokenizer(Tokenizer):
         `BPETokenizer.train(texts, 512)`, it returns a new tokenizer. Raises ConfigError if the size is out of range.
         """
         require_vocabulary_size(vocab_size, "vocab_size")
-        super().__init__(_trained_bpe(texts, vocab_size, special_tokens))
+        bounded = BoundedRuns(texts)
+        super().__init__(_trained_bpe(bounded, vocab_size, special_tokens))
+        self.left_out = bounded.left_out
         return self
 
     def train_from_dataset(
@@ -259,6 +265,31 @@ def _trained_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence
     )
     backend.train_from_iterator(_with_short_words(texts), trainer)
     return backend
+
+
+class BoundedRuns:
+    """Texts in which runs without white space are left out after the first `MAX_UNSPACED` characters of them.
+
+    Nearly all of their words are different, so that BPE training on all of them would take hours and many gigabytes.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.left_out = 0  # characters
+
+    def __iter__(self) -> Iterator[str]:
+        room = MAX_UNSPACED
+        for text in self._texts:
+            start = 0
+            for run in UNSPACED_RUN.finditer(text):
+                size = run.end() - run.start()
+                if size <= room:
+                    room -= size
+                    continue
+                yield text[start : run.start() + room]
+                self.left_out += size - room
+                start, room = run.end(), 0
+            yield text[start:] if start else text
 
 
 def _with_short_words(texts: Iterable[str]) -> Iterator[str]:

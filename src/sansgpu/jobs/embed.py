@@ -34,7 +34,7 @@ from sansgpu.machine.private_folder import make_private
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
-from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
+from sansgpu.tasks.embed.index import METRICS, FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
@@ -45,8 +45,6 @@ LEAST_COSINE = 0.995  # auto chooses int8 only if the mean cosine similarity to 
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)
-# Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.
-QUERY_PROMPT, PASSAGE_PROMPTS = "query", ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,12 @@ def search(
     files = _files_of(folder)
     loaded = open_encoder(model, warn, progress)
     tokenizer, layout, encode_texts = loaded.tokenizer, loaded.objective.layout, loaded.task_class.encode_texts
-    of_query, of_passage = layout.prompt(QUERY_PROMPT), layout.prompt(*PASSAGE_PROMPTS)
+    of_query, of_passage = layout.query_prompt, layout.passage_prompt
+    if layout.similarity not in METRICS:
+        raise ConfigError(
+            f"{model.target} compares vectors by the similarity {layout.similarity}, but search supports "
+            f"{', '.join(METRICS)}; set similarity_fn_name in its config_sentence_transformers.json to one of them."
+        )
     room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
     if room < 1:
         raise ConfigError(
@@ -273,6 +276,7 @@ def search(
         rules,
         partial(encode_texts, loaded, prompt=of_passage),
         partial(encode_texts, loaded, prompt=of_query),
+        layout.similarity,
     )
     index.open(files, warn, progress)
     progress("searching", 0, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import SansGPUError
-from sansgpu.data.shards import build_tokenizer
+from sansgpu.data.shards import build_tokenizer, left_out_note
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
 from sansgpu.events.progress import ReportProgress
@@ -29,7 +29,8 @@ def train_tokenizer(
     tokenizer = build_tokenizer(data, open_sources(data).train, cache_dir(None), progress)
     with write_failures_as(SansGPUError, output, "--output"), folder.replace() as new:
         tokenizer.save(new)
-    return {"output": str(output), "vocab_size": tokenizer.vocab_size}
+    note = left_out_note(tokenizer)
+    return {"output": str(output), "vocab_size": tokenizer.vocab_size, **({"note": note} if note else {})}
 
 
 def encode_text(tokenizer: str, text: str) -> dict[str, Any]:

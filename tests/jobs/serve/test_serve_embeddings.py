@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from sansgpu.cli import run as cli
+from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, write_layout
 from tests.processes import write_rows
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import WORDS, model_folder
@@ -57,6 +59,27 @@ def test_many_clients_get_their_own_vectors(server: Server, expected: Any) -> No
     with ThreadPoolExecutor(8) as pool:
         for number, vector in enumerate(pool.map(embed, range(24))):
             np.testing.assert_allclose(vector, expected[number % len(TEXTS)], atol=1e-5)
+
+
+def test_a_request_chooses_a_prompt_of_the_model(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prompted"
+    shutil.copytree(model_folder("bert"), folder)
+    prompts = {"query": f"{WORDS[0]} ", "passage": f"{WORDS[1]} ", "other": f"{WORDS[2]} "}
+    write_layout(EmbeddingLayout("mean", True, 64, prompts, "other"), 64, folder)
+    with served(folder, home / "cache", "--precision", "fp32") as server:
+        client = server.client()
+
+        def embed(text: str, **chosen: str) -> Any:
+            answer = client.embeddings.create(model=folder.name, input=text, extra_body=chosen)
+            return answer.data[0].embedding
+
+        bare = {name: embed(f"{prompt}red") for name, prompt in prompts.items()}
+        assert embed("red", prompt_name="query") == embed("red", input_type="query") != embed("red")
+        for chosen in ({"prompt_name": "passage"}, {"input_type": "passage"}, {"input_type": "document"}):
+            assert embed("red", **chosen) == embed("red", prompt_name="passage")
+        assert bare["query"] != embed("red", prompt_name="query")  # the default prompt precedes it
+        with pytest.raises(openai.BadRequestError, match="has no prompt new; its prompts are query passage other"):
+            embed("red", prompt_name="new")
 
 
 def test_what_cannot_be_embedded_is_refused(server: Server) -> None:

@@ -12,11 +12,16 @@ import pyarrow.parquet
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModel
 
 from sansgpu.cli import run as cli
 from sansgpu.jobs.embed import LEAST_TEXTS
 from sansgpu.kernels import library
+from sansgpu.models.formats.safetensors_file import load_weights
+from sansgpu.tasks.configuration import load_config
+from sansgpu.tasks.embed.task import TextEmbedding
 from tests.processes import as_options, events_of, write_rows
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import model_folder
@@ -116,14 +121,14 @@ def test_a_sentence_transformers_folder_is_fine_tuned_as_it_is(home: Path, tmp_p
     assert cli(["eval", str(home / "again/final"), "--data", str(home / "scores.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert -1 <= found["spearman"] <= 1
-    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.CNN", "path": "2_CNN"}]')
     for file in base.iterdir():
         if file.is_file() and file.name != "modules.json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert cli(["embed", str(tmp_path), "--data", "x.jsonl", "--output", str(tmp_path / "a.npy")]) == 2
     capsys.readouterr()
-    assert cli(command(home, "dense", model__name_or_path=tmp_path)) == 2
-    assert "names the module Dense" in sentence(capsys)
+    assert cli(command(home, "cnn", model__name_or_path=tmp_path)) == 2
+    assert "names the module CNN" in sentence(capsys)
 
 
 def test_prompts_of_sentence_transformers_precede_texts(home: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -146,6 +151,80 @@ def test_prompts_of_sentence_transformers_precede_texts(home: Path, tmp_path: Pa
     tuned = made(home, "with-prompts", model__name_or_path=folder, training__max_steps=1)
     written = json.loads((tuned / "final/config_sentence_transformers.json").read_text())
     assert (written["prompts"], written["default_prompt_name"]) == (prompts, "other")
+
+
+def with_dense(base: Path, folder: Path) -> Path:
+    """Copies a model with two Dense modules before the normalization, and with a dot product as its similarity."""
+    transformer = Transformer(str(base))
+    torch.manual_seed(3)
+    layers = [
+        Dense(transformer.get_embedding_dimension(), 48, activation_function=torch.nn.Tanh()),
+        Dense(48, 24, bias=False, activation_function=torch.nn.Identity()),
+    ]
+    pooling = Pooling(transformer.get_embedding_dimension())
+    model = SentenceTransformer(modules=[transformer, pooling, *layers], device="cpu", similarity_fn_name="dot")
+    model.prompts = {"query": "old house: ", "document": "red fox: "}
+    model.save(str(folder))
+    return folder
+
+
+def test_dense_modules_are_trained_and_the_dot_product_is_kept(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    folder = with_dense(made(home, "measured-pairs", "pairs") / "final", tmp_path / "model")
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    np.testing.assert_allclose(vectors(folder, home, tmp_path / "a.npy"), theirs.encode(TEXTS), atol=1e-5)
+    (home / "few.txt").write_text(f"{TEXTS[0]}\n\n{TEXTS[3]}\n")
+    capsys.readouterr()
+    assert cli(["search", str(folder), str(home / "few.txt"), TEXTS[3], "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["passages"]
+    text = f"{TEXTS[0]}\n\n{TEXTS[3]}"
+    assert found["score"] == pytest.approx(theirs.encode_query(TEXTS[3]) @ theirs.encode_document(text), rel=0.02)
+    run = made(home, "with-dense", model__name_or_path=folder, training__learning_rate=0.01)
+    settings = json.loads((run / "final/config_sentence_transformers.json").read_text())
+    assert settings["similarity_fn_name"] == "dot"
+    trained = SentenceTransformer(str(run / "final"), device="cpu")
+    assert trained.similarity_fn_name == "dot"
+    for before, after in zip([*theirs][2:], [*trained][2:], strict=True):
+        assert float((before.linear.weight - after.linear.weight).detach().abs().max()) > 1e-4
+        assert repr(before.activation_function) == repr(after.activation_function)
+    for number, target in enumerate((run, run / "final")):
+        found_vectors = vectors(target, home, tmp_path / f"trained{number}.npy")
+        np.testing.assert_allclose(found_vectors, trained.encode(TEXTS), atol=1e-5)
+    assert "sentence_dense" not in "".join(load_weights(run / "final/model.safetensors"))
+    assert {"2_Dense", "3_Dense"} <= {path.name for path in (run / "final").iterdir()}
+
+
+PROMPTS: list[tuple[Any, str, str]] = [
+    ("auto", "old house: ", "red fox: "),
+    ("none", "", ""),
+    ({"query": "new cat: ", "document": "a "}, "new cat: ", "a "),
+    ({"query": "new cat: "}, "new cat: ", "red fox: "),
+]
+
+
+@pytest.mark.parametrize(("asked", "query", "passage"), PROMPTS, ids=range(len(PROMPTS)))
+def test_prompts_precede_the_texts_of_pairs(home: Path, tmp_path: Path, asked: Any, query: str, passage: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(made(home, "measured-pairs", "pairs") / "final", folder)
+    own = {"prompts": {"query": "old house: ", "passage": "red fox: "}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(own))
+    changes = {"data__validation_split": 0.2, "data__prompts": asked}
+    config, _ = load_config(None, embed_settings(folder, home / "pairs.jsonl", **changes))
+    config, corpus = TextEmbedding.prepare(config, tmp_path, lambda *_: None)
+    batch = corpus.train.batch(np.arange(4))
+    found = [text.tolist() for text in batch.tokens.split(batch.lengths.tolist())]
+    rows = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
+    for number, kind in enumerate(("anchor", "positive")):
+        prompt = (query, passage)[number]
+        given = [corpus.tokenizer(prompt + row[kind], truncation=True, max_length=24).input_ids for row in rows]
+        assert all(text in given for text in found[number::2])
+    assert any("before anchors" in note for note in corpus.notes) == bool(query)
+    layout = TextEmbedding(config, corpus, 2).objective.layout
+    assert (layout.query_prompt, layout.passage_prompt) == (query, passage)
+
+
+def test_unknown_prompts_are_refused(home: Path, capsys: Captured) -> None:
+    assert cli(command(home, "bad", data__prompts={"passage": "a"})) == 2
+    assert "it has passage, but can have query and document; correct it" in sentence(capsys)
 
 
 def test_prompts_that_cannot_be_used_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:

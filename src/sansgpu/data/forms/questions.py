@@ -93,11 +93,11 @@ def _question(row: SourceRow, columns: Columns) -> Question:
 
 def _impossible(row: SourceRow) -> bool:
     value = row.value.get("is_impossible")
-    known = {"true": True, "false": False, "": False} if isinstance(value, str) else {True: True, False: False}
-    key = value.strip().lower() if isinstance(value, str) else value
-    if value is not None and (isinstance(value, (list, dict)) or key not in known):
-        raise row.error(f"is_impossible is {value!r} instead of true or false")
-    return value is not None and known[key]
+    if value in (None, True, False):
+        return bool(value)
+    if isinstance(value, str) and value.strip().lower() in ("", "true", "false"):  # a cell of a table
+        return value.strip().lower() == "true"
+    raise row.error(f"is_impossible is {value!r} instead of true or false")
 
 
 def _unused(row: Row, columns: Columns) -> Iterator[str]:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from mteb.models.abs_encoder import get_prompt_name
 from mteb.models.model_meta import ModelMeta, ScoringFunction
-from mteb.similarity_functions import cos_sim, pairwise_cos_sim
+from mteb.similarity_functions import cos_sim, dot_score, pairwise_cos_sim, pairwise_dot_score
 from mteb.types import PromptType
 
 from sansgpu.events.progress import ReportProgress, counting
-from sansgpu.jobs.embed import PASSAGE_PROMPTS, QUERY_PROMPT
+from sansgpu.models.huggingface.sentence_embedding import PASSAGE_PROMPTS, QUERY_PROMPT
 from sansgpu.tasks.task import TrainedModel
 
 
@@ -23,12 +23,13 @@ class BenchmarkedModel:
         self.loaded, self._progress = loaded, progress
         self.task = ""  # name of the task that is evaluated, for progress
         self.prompts: dict[str, str] = loaded.objective.layout.prompts
+        self._is_dot = loaded.objective.layout.similarity == "dot"
         target, step = loaded.source.target, loaded.source.step
         self.mteb_model_meta = ModelMeta.create_empty(
             {
                 "name": f"sansgpu/{Path(target).resolve().name}" if Path(target).exists() else target,
                 "revision": None if step is None else f"step-{step:06d}",
-                "similarity_fn_name": ScoringFunction.COSINE,
+                "similarity_fn_name": ScoringFunction.DOT_PRODUCT if self._is_dot else ScoringFunction.COSINE,
                 "embed_dim": loaded.objective.width,
                 "n_parameters": sum(p.numel() for p in loaded.objective.model.parameters()),
                 "framework": ["PyTorch"],
@@ -53,10 +54,10 @@ class BenchmarkedModel:
         return vectors
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        return cos_sim(embeddings1, embeddings2)
+        return (dot_score if self._is_dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        return pairwise_cos_sim(embeddings1, embeddings2)
+        return (pairwise_dot_score if self._is_dot else pairwise_cos_sim)(embeddings1, embeddings2)
 
     def _prompt(self, task_metadata: Any, prompt_type: PromptType | None) -> str:
         """Returns the model's prompt for a task or its type, or else for queries or documents, or its default one."""

@@ -268,7 +268,7 @@ async def answer_vectors(service: Service, request: Request, body: EmbeddingBody
     if body.dimensions not in (None, width):
         raise ServiceError(f"the model's vectors have {width} dimensions; remove dimensions.", param="dimensions")
     events = Events()
-    work = EmbeddingWork(events.deliver, body.input)
+    work = EmbeddingWork(events.deliver, body.input, body.prompt_name, body.input_type)
     with submitted(service.worker, work):
         accepted = await while_connected(request, events.accepted())
         vectors = await while_connected(request, events.next())

@@ -264,6 +264,8 @@ class EmbeddingBody(OpenAIObject):
     model: str | None = None
     input: Texts = Field(min_length=1)
     encoding_format: Literal["float", "base64"] | None = None
+    prompt_name: str | None = None  # as in Text Embeddings Inference: a prompt of the model
+    input_type: Literal["query", "document", "passage"] | None = None  # as in the services of NVIDIA and Voyage
     dimensions: Count | None = None
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +18,9 @@ from sansgpu.config.wording import first_line
 
 PATIENCE_SECONDS = 20.0  # how long to retry if the Hub answers with errors; the library alone would try for a minute
 REST_SECONDS = 30.0  # after that or a failed connection, requests fail immediately for this time
+LONGEST_WAIT_SECONDS = 330.0  # for a request, as the Hub tells; it limits the requests of each five minutes
+_TOLD_WAITS = "retry-after", "ratelimit"  # headers that tell how long to wait
+_REJECTED_TOKEN = re.compile("invalid|expired", re.IGNORECASE)
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -50,6 +56,7 @@ class HubStatus:
             from huggingface_hub.errors import OfflineModeIsEnabled
 
             raise OfflineModeIsEnabled(f"{self._problem}")
+        self._gave_up_at = None
         try:
             response = send(request, **options)
         except Exception as error:
@@ -57,8 +64,11 @@ class HubStatus:
             raise
         if response.status_code == HTTPStatus.UNAUTHORIZED and "authorization" in request.headers:
             response = self._without_token(send, request, options, response)
+        if response.status_code == HTTPStatus.TOO_MANY_REQUESTS and request.method in ("GET", "HEAD"):
+            response = self._after_waits(send, request, options, response)
         if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500:
-            self._failed(request, f"the Hub answers {response.status_code} ({response.reason_phrase})")
+            if self._gave_up_at is None:
+                self._failed(request, f"the Hub answers {response.status_code} ({response.reason_phrase})")
         else:
             self._problem = self._failing_since = self._gave_up_at = None
         return response
@@ -84,7 +94,7 @@ class HubStatus:
 
         del request.headers["authorization"]
         response = send(request, **options)
-        is_invalid = "invalid" in refused.headers.get("x-error-message", "").lower()
+        is_invalid = _REJECTED_TOKEN.search(refused.headers.get("x-error-message", "")) is not None
         if response.status_code == HTTPStatus.UNAUTHORIZED and not is_invalid:
             return refused
         place = next((name for name in _TOKEN_VARIABLES if os.environ.get(name)), constants.HF_TOKEN_PATH)
@@ -95,10 +105,47 @@ class HubStatus:
         constants.HF_HUB_DISABLE_IMPLICIT_TOKEN = True  # it would be rejected again
         return response
 
+    def _after_waits(self, send: Callable[..., Any], request: Any, options: dict[str, Any], refused: Any) -> Any:
+        """Repeats a request after the time that the Hub tells. Gives up at once if that is too long."""
+        response, waited = refused, 0.0
+        is_only_question = request.url.path in ("", "/")  # whether there is a Hub, which it has answered
+        while response.status_code == HTTPStatus.TOO_MANY_REQUESTS and not is_only_question:
+            wait = told_wait(response.headers)
+            if wait is None:
+                break
+            told = f"the Hub answers 429 (Too Many Requests) and asks to wait {wait:.0f} seconds"
+            if waited + wait > LONGEST_WAIT_SECONDS:
+                self._problem = None
+                self.give_up(f"{told}, which is too long")
+                break
+            self.report(f"{told}; waiting.")
+            time.sleep(wait)
+            waited += wait
+            response.close()
+            response = send(request, **options)
+        for header in _TOLD_WAITS:  # otherwise the library would wait, without a limit and without a word
+            if header in response.headers:
+                del response.headers[header]
+        return response
+
     def _report_once(self, message: str) -> None:
         if message not in self._reported:
             self._reported.add(message)
             self.report(message)
+
+
+def told_wait(headers: Any) -> float | None:
+    """Returns the seconds to wait that an answer tells in Retry-After or the Hub's RateLimit; None if it tells none."""
+    given = headers.get("retry-after", "").strip()
+    if given.isdecimal():
+        return max(1.0, float(given))
+    if given:
+        try:
+            return max(1.0, (parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds())
+        except (ValueError, TypeError):
+            return None
+    reset = re.search(r"\bt=(\d+)", headers.get("ratelimit", ""))
+    return None if reset is None else max(1.0, float(reset[1]))
 
 
 HUB = HubStatus()

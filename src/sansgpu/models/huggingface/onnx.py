@@ -24,6 +24,7 @@ from sansgpu.models.huggingface.pretrained import AUTO_CLASSES, Head, HeadType, 
 from sansgpu.models.huggingface.sentence_embedding import (
     EmbeddingLayout,
     LinearHead,
+    read_dense,
     read_layout,
     read_linear_head,
     write_layout,
@@ -95,9 +96,10 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
     tokenizer = load_tokenizer_of(settings)
     model = load_pretrained(settings, Head(head), seed=0).eval()
     model.set_attn_implementation("eager")
-    layout = read_layout(settings) if head == "none" else None
+    layout, width = read_layout(settings) if head == "none" else None, int(model.config.get_text_config().hidden_size)
+    dense = read_dense(settings, layout, width)
     classifier = read_linear_head(settings) if layout else None
-    traced = _TracedModel(model, head, tokenizer.model_input_names, layout, classifier).eval()
+    traced = _TracedModel(model, head, tokenizer.model_input_names, layout, dense, classifier).eval()
     found: list[OnnxCheck] = []
 
     def write(partial: Path) -> None:
@@ -115,7 +117,7 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
         complete_config(partial)
         save_tokenizer(tokenizer, partial)
         if layout is not None:
-            write_layout(layout, int(model.config.get_text_config().hidden_size), partial)
+            write_layout(layout, width, partial, dense)
         if classifier is not None:
             classifier.save(partial)
 
@@ -155,10 +157,12 @@ class _TracedModel(torch.nn.Module):
         head: HeadType,
         inputs: list[str],
         layout: EmbeddingLayout | None,
+        dense: torch.nn.Sequential,
         classifier: LinearHead | None,
     ) -> None:
         super().__init__()
         self.model, self.head, self.layout, self.classifier = model, head, layout, classifier
+        self.dense = dense
         more = [*(["sentence_embedding"] if layout else []), *(["logits"] if classifier else [])]
         self.outputs = (*_OUTPUTS[head], *more)
         self.inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in inputs]
@@ -171,7 +175,7 @@ class _TracedModel(torch.nn.Module):
         tensors = tuple(found[name] for name in _OUTPUTS[self.head])
         if self.layout is None:
             return tensors
-        vectors = _pool(tensors[0], attention_mask, self.layout)
+        vectors = _pool(tensors[0], attention_mask, self.layout, self.dense)
         if self.classifier is None:
             return (*tensors, vectors)
         return (*tensors, vectors, F.linear(vectors, self.classifier.weight, self.classifier.bias))
@@ -204,7 +208,9 @@ class _TracedModel(torch.nn.Module):
         return list(output[mask])  # (B, T, L)
 
 
-def _pool(hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
+def _pool(
+    hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout, dense: torch.nn.Sequential
+) -> torch.Tensor:
     """Pools hidden states (B, T, D) with padding at the end to one embedding per row, (B, D)."""
     mask = mask.to(hidden.dtype)[..., None]
     if layout.pooling == "mean":
@@ -213,6 +219,7 @@ def _pool(hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout) -> 
         vectors = hidden[:, 0]
     else:  # the last token before the padding
         vectors = (hidden * (mask - F.pad(mask[:, 1:], (0, 0, 0, 1)))).sum(1)
+    vectors = dense(vectors)
     return F.normalize(vectors, dim=-1) if layout.normalize else vectors
 
 

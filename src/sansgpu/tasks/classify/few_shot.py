@@ -48,6 +48,11 @@ class FewShotObjective(ClassifyObjective):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.layout = replace(embedding_layout(self.config, self.unpadded.causal), normalize=True)
+        if self.layout.dense:
+            raise ConfigError(
+                f"{self.config.model.name_or_path} has Dense modules, which training.few_shot does not support; choose "
+                "another model, or set training.few_shot to false."
+            )
         self.width, labels = int(self.model.config.get_text_config().hidden_size), len(self.head.labels)
         self.set_head(LinearHead(torch.zeros(labels, self.width), torch.zeros(labels)))
 

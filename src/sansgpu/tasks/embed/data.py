@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, shown
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.split import split_examples
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
+from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout
 from sansgpu.tasks.embed.groups import TokenizedGroups
 from sansgpu.tasks.embed.settings import EmbeddingDataConfig
 from sansgpu.tasks.evaluation import TokenizedCorpus
@@ -90,9 +91,16 @@ class TextShape:
 
     tokenizer: Any
     max_length: int
-    prompt: str  # prepended to each text
+    layout: EmbeddingLayout  # with the prompts that are prepended to texts
     seed: int
     score_scale: float | None  # None for rows without scores
+
+    def prompted(self, row: TextRow) -> list[tuple[str, str]]:
+        """Returns the prompt and the text of each text of a row."""
+        if row.kind != "pairs":
+            return [(self.layout.prompt(), text) for text in row.texts]
+        anchor, *others = row.texts
+        return [(self.layout.query_prompt, anchor), *((self.layout.passage_prompt, text) for text in others)]
 
 
 def tokenize_groups(
@@ -102,24 +110,26 @@ def tokenize_groups(
 
     Appends messages about skipped rows and labels to `notes`, in which `name` is the name of the dataset.
     """
-    texts = list(dict.fromkeys(text for row in rows for text in row.texts))
-    number_of = {text: number for number, text in enumerate(texts)}
-    tokens = tokenize(texts, shape.tokenizer, shape.max_length, shape.prompt)
+    prompted = list(dict.fromkeys(text for row in rows for text in shape.prompted(row)))
+    number_of = {text: number for number, text in enumerate(prompted)}
+    tokens = tokenize([prompt + text for prompt, text in prompted], shape.tokenizer, shape.max_length)
 
     def checked(row: TextRow) -> TextRow:
-        if any(not len(tokens[number_of[text]]) for text in row.texts):
+        if any(not len(tokens[number_of[text]]) for text in shape.prompted(row)):
             raise row.error("one of its texts has no tokens")
         return row
 
     rows = list(bad_rows.parsed(rows, checked))
     bad_rows.report(lambda note: notes.append(f"{name}: {note}"))
-    meanings = np.arange(len(texts))
-    members = [tuple(number_of[text] for text in row.texts) for row in rows]
+    texts = {text: number for number, text in enumerate(dict.fromkeys(text for _, text in prompted))}
+    meanings = np.array([texts[text] for _, text in prompted], np.int64)  # without the prompts
+    members = [tuple(number_of[text] for text in shape.prompted(row)) for row in rows]
     labeled = any(row.label is not None for row in rows)
     if labeled:
         rows = _without_unique_labels(rows, name, notes)
+        members = [tuple(number_of[text] for text in shape.prompted(row)) for row in rows]
         labels = {label: number for number, label in enumerate(dict.fromkeys(row.label for row in rows))}
-        tokens = [tokens[number_of[row.texts[0]]] for row in rows]  # one per row: equal texts can differ in label
+        tokens = [tokens[number] for (number,) in members]  # one per row: equal texts can differ in label
         meanings = np.array([labels[row.label] for row in rows], np.int64)
         members = [(number,) for number in range(len(rows))]
     scale = shape.score_scale
@@ -128,7 +138,7 @@ def tokenize_groups(
 
 
 @tokenizer_errors()
-def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str) -> list[np.ndarray]:
+def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str = "") -> list[np.ndarray]:
     """Tokenizes each text after `prompt`, truncated to `max_length`, with the model's special tokens."""
     found: list[np.ndarray] = []
     for first in range(0, len(texts), BATCH):
@@ -142,6 +152,18 @@ def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str)
         )
         found += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
     return found
+
+
+def prompt_note(rows: Sequence[TextRow], layout: EmbeddingLayout) -> str | None:
+    """Returns a message about the prompts before the texts of rows, or None if there are none."""
+    if not rows:
+        return None
+    if rows[0].kind != "pairs":
+        return f"prompt {shown(layout.prompt())} before each text (data.prompts)" if layout.prompt() else None
+    query, passage = layout.query_prompt, layout.passage_prompt
+    if not query and not passage:
+        return None
+    return f"prompts {shown(query)} before anchors, {shown(passage)} before positives and negatives (data.prompts)"
 
 
 def cut_note(part: TokenizedGroups, max_length: int) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -109,6 +110,9 @@ def _paragraphs(lines: Iterable[Passage]) -> Iterator[Passage]:
 ENCODED_PASSAGES = 1024  # passages that are embedded at a time
 EXPANSION = 256  # candidates that a search examines; more give a better recall
 
+# Names of usearch's distances by the names of similarities. Embeddings are normalized only for cosine.
+METRICS: dict[str, str] = {"cosine": "cos", "dot": "ip", "euclidean": "l2sq"}
+
 EncodeQueries = Callable[[Sequence[str]], np.ndarray]  # texts -> embeddings (S, D) float32
 Encode = Callable[[Sequence[str], Callable[[int], None]], np.ndarray]  # the same, with a progress callback
 
@@ -120,7 +124,7 @@ def require_usearch() -> None:
 
 @dataclass(frozen=True)
 class FoundPassage:
-    """A passage of a file and its cosine similarity to the query."""
+    """A passage of a file and its similarity to the query, by default the cosine."""
 
     file: Path
     passage: Passage
@@ -142,8 +146,16 @@ class PassageIndex:
     It takes two functions that embed texts, because many models embed queries differently from passages.
     """
 
-    def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: EncodeQueries) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rules: PassageRules,
+        encode: Encode,
+        encode_query: EncodeQueries,
+        similarity: str = "cosine",  # one of METRICS
+    ) -> None:
         make_private(folder)
+        self._similarity = similarity
         self._folder, self._rules, self._encode, self._encode_query = folder, rules, encode, encode_query
         self._files: list[tuple[Path, str]] = []  # (file, name of its entry in the folder)
         self._first: list[int] = []  # index of each file's first passage
@@ -168,11 +180,18 @@ class PassageIndex:
 
     def search(self, query: str, count: int) -> list[FoundPassage]:
         """Returns the `count` passages that are nearest to a query, best first."""
-        matches = self._index.search(_normalized(self._encode_query([query]))[0], count)
+        matches = self._index.search(self._comparable(self._encode_query([query]))[0], count)
         return [
-            self._passage(int(key), 1 - float(distance))
+            self._passage(int(key), self._similarity_of(float(distance)))
             for key, distance in zip(matches.keys, matches.distances, strict=True)
         ]
+
+    def _comparable(self, vectors: np.ndarray) -> np.ndarray:
+        return _normalized(vectors) if self._similarity == "cosine" else vectors
+
+    def _similarity_of(self, distance: float) -> float:
+        """Returns the similarity for a distance of usearch; the negative euclidean one if that is compared."""
+        return -math.sqrt(max(distance, 0.0)) if self._similarity == "euclidean" else 1 - distance
 
     def _embed_new(
         self, files: Sequence[Path], warn: Callable[[str], None], progress: ReportProgress
@@ -209,7 +228,7 @@ class PassageIndex:
         parts = [np.empty((0, 0), np.float32)]
         for first in range(0, len(texts), ENCODED_PASSAGES):
             count = counting(progress, "embedding", done + first, total, "passage")
-            parts.append(_normalized(self._encode(texts[first : first + ENCODED_PASSAGES], count)))
+            parts.append(self._comparable(self._encode(texts[first : first + ENCODED_PASSAGES], count)))
         vectors = np.concatenate(parts[1:] or parts)
         first = 0
         for entry, passages in entries.items():
@@ -234,7 +253,7 @@ class PassageIndex:
         entries = [entry for _, entry in self._files]
         path = self._path(hashlib.sha256(repr((usearch.__version__, entries)).encode()).hexdigest(), ".usearch")
         parts = [vectors for entry in entries if len(vectors := self._vectors(entry))]
-        index = Index(ndim=parts[0].shape[1], metric="cos", dtype="f32", expansion_search=EXPANSION)
+        index = Index(ndim=parts[0].shape[1], metric=METRICS[self._similarity], dtype="f32", expansion_search=EXPANSION)
         if path.exists():
             require_own_file(path)
             index.load(path)

@@ -15,17 +15,26 @@ from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.costs import PretrainedCosts
-from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout
+from sansgpu.models.huggingface.sentence_embedding import (
+    Dense,
+    EmbeddingLayout,
+    Pooling,
+    pool,
+    read_dense,
+    read_layout,
+    write_layout,
+)
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.embed.data import tokenize
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.losses import LossName, embedding_loss
-from sansgpu.tasks.embed.settings import EmbeddingTrainingConfig
+from sansgpu.tasks.embed.settings import EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.fine_tuning import FineTuning, passes
 from sansgpu.tasks.task import TrainedModel
 
 USUAL_TEXTS = 2  # assumed texts per example if the data has not been read
+DENSE = "sentence_dense"  # name of the Dense modules within the transformers model
 DEFAULT_LENGTH = 256  # maximum tokens of a text if the model does not define it
 
 
@@ -73,18 +82,33 @@ class EmbeddingObjective(ComparedEmbeddings, FineTuning):
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         super().__init__(config, random, layers, frozen)
         self.layout = embedding_layout(config, self.unpadded.causal)
-        self.width = int(self.model.config.get_text_config().hidden_size)
+        self._hidden_size = self.width = int(self.model.config.get_text_config().hidden_size)
+        self.dense = read_dense(config.model, self.layout, self.width)
+        for module in self.dense:
+            assert isinstance(module, Dense)
+            self.width = len(module.weight)
+        if len(self.dense):
+            self.model.add_module(DENSE, self.dense)  # so that it is trained, and part of snapshots
         self.require_dims()
 
     def vectors(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return pool(self.unpadded.hidden_states(tokens, lengths), lengths, self.layout)
+        return pool(self.unpadded.hidden_states(tokens, lengths), lengths, self.layout, self.dense)
 
     def outputs(self, batch: TextGroups) -> torch.Tensor:
         with self.forward_pass():
             return self.vectors(batch.tokens, batch.lengths)
 
+    def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
+        """Writes a Sentence Transformers folder, with the Dense modules in folders of their own."""
+        self.model._modules.pop(DENSE, None)
+        try:
+            super().export_to(tokenizer, folder, merge)
+        finally:
+            if len(self.dense):
+                self.model.add_module(DENSE, self.dense)
+
     def write_more(self, folder: Path) -> None:
-        write_layout(self.layout, self.width, folder)
+        write_layout(self.layout, self._hidden_size, folder, self.dense)
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
@@ -117,8 +141,16 @@ def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
     usual: Pooling = "last" if causal else "mean"
     normalize = known.normalize if known else EmbeddingTrainingConfig.of(config).embedding_loss != "triplet"
     pooling = model.pooling if model.pooling != "auto" else known.pooling if known else usual
-    prompts = (known.prompts, known.default_prompt) if known else ({}, None)
-    return EmbeddingLayout(pooling, normalize, config.data.max_length, *prompts)
+    known = known or EmbeddingLayout(pooling, normalize)
+    layout = replace(known, pooling=pooling, normalize=normalize, max_length=config.data.max_length)
+    return with_prompts(layout, EmbeddingDataConfig.of(config))
+
+
+def with_prompts(layout: EmbeddingLayout, data: EmbeddingDataConfig) -> EmbeddingLayout:
+    """Returns a model's layout with the configured prompts."""
+    if isinstance(data.prompts, dict):
+        return replace(layout, prompts={**layout.prompts, **data.prompts})
+    return layout if data.prompts == "auto" else replace(layout, prompts={}, default_prompt=None)
 
 
 def encode_texts(loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None], prompt: str) -> np.ndarray:

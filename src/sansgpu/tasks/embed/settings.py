@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from sansgpu.config.schema import DataConfig
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings
 from sansgpu.config.training import PositiveInt, TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, fine_tuning_problems
 
+PROMPTS = ("query", "document")  # names in data.prompts
 COMMAND = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
 
 
@@ -23,6 +24,23 @@ class EmbeddingDataConfig(DataConfig):
         description="score of two texts with the same meaning; all scores are divided by it. Default: 1 if no "
         "training score is larger, otherwise the largest training score, rounded up",
     )
+
+    prompts: Literal["auto", "none"] | dict[str, str] = Field(
+        "auto",
+        description="texts to put before the texts of rows, also in the trained model: auto: the model's own prompts, "
+        "i.e. its query prompt before anchors and its document prompt before their positives and negatives, and its "
+        "default prompt before other texts; none: no prompts; or an object with `query`, `document` or both",
+    )
+
+    @field_validator("prompts")
+    @classmethod
+    def _known_prompts(cls, value: str | dict[str, str]) -> str | dict[str, str]:
+        unknown = [name for name in value if name not in PROMPTS] if isinstance(value, dict) else []
+        if unknown or value == {}:
+            raise ValueError(
+                f"it has {', '.join(unknown)[:100] or 'no prompts'}, but can have {' and '.join(PROMPTS)}; correct it"
+            )
+        return value
 
 
 class EmbeddingTrainingConfig(TrainingConfig):

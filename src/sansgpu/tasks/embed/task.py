@@ -20,13 +20,14 @@ from sansgpu.data.split import describe_split
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.huggingface.sentence_embedding import MODULES, is_static_folder, read_layout
+from sansgpu.models.huggingface.sentence_embedding import MODULES, EmbeddingLayout, is_static_folder, read_layout
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Embeds, ignore_count
 from sansgpu.tasks.embed.data import (
     EmbeddingCorpus,
     TextShape,
     cut_note,
+    prompt_note,
     score_scale,
     split_rows,
     tokenize_groups,
@@ -35,7 +36,7 @@ from sansgpu.tasks.embed.data import (
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
-from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_values
+from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_prompts, with_values
 from sansgpu.tasks.embed.settings import SETTINGS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
@@ -83,6 +84,8 @@ class TextEmbedding(Embeds, StepWideTask):
             _tokenized(held, shape, progress, held_rows, held_name, notes),
         )
         require_examples(sources, [len(part) for part in splits], "row", notes)
+        if note := prompt_note(train, shape.layout):
+            notes.append(f"{note}.")
         if note := cut_note(splits[0], config.window):
             notes.append(f"{note}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
@@ -91,8 +94,9 @@ class TextEmbedding(Embeds, StepWideTask):
     @classmethod
     def text_shape(cls, config: Config, train: Sequence[TextRow]) -> tuple[Config, TextShape]:
         """Returns the settings that depend on the tokenizer, and how to tokenize. `train` are the training rows."""
-        tokenizer, layout = load_tokenizer_of(config.model), read_layout(config.model)
-        return config, shape_of(config, tokenizer, layout.prompt() if layout else "")
+        own = read_layout(config.model) or EmbeddingLayout("mean", normalize=True)
+        layout = with_prompts(own, EmbeddingDataConfig.of(config))
+        return config, shape_of(config, load_tokenizer_of(config.model), layout)
 
     def batch(self, step: int, total_steps: int | None = None) -> TextGroups:
         part, seed = self.corpus.train, self.config.training.seed
@@ -140,7 +144,7 @@ class TextEmbedding(Embeds, StepWideTask):
             scale = score_scale(rows, data) if rows[0].kind == "scores" else None
             rows = with_scores_in_range(rows, scale, bad_rows)
             config = with_values(config, "data", score_scale=scale)
-            shape = shape_of(config, loaded.tokenizer, loaded.objective.layout.prompt())
+            shape = shape_of(config, loaded.tokenizer, loaded.objective.layout)
             part = _tokenized(rows, shape, request.progress, bad_rows, name, notes)
             for note in notes:
                 request.warn(note)
@@ -149,9 +153,9 @@ class TextEmbedding(Embeds, StepWideTask):
         return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
 
 
-def shape_of(config: Config, tokenizer: Any, prompt: str) -> TextShape:
-    """Returns how to tokenize rows for a model with this tokenizer and prompt."""
-    return TextShape(tokenizer, config.window, prompt, config.training.seed, EmbeddingDataConfig.of(config).score_scale)
+def shape_of(config: Config, tokenizer: Any, layout: EmbeddingLayout) -> TextShape:
+    """Returns how to tokenize rows for a model with this tokenizer and the prompts of this layout."""
+    return TextShape(tokenizer, config.window, layout, config.training.seed, EmbeddingDataConfig.of(config).score_scale)
 
 
 def _tokenized(

@@ -20,7 +20,7 @@ from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.settings import WindowedTrainingConfig
-from sansgpu.data.shards import build_store, build_tokenizer
+from sansgpu.data.shards import build_store, build_tokenizer, left_out_note
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
 from sansgpu.data.tokenizer import (
@@ -102,6 +102,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             return taught_corpus(config, configured_teacher_folder(config), progress)
         sources, cleaning = open_documents(config, cache, progress)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
+        cleaning = [*cleaning, *filter(None, [left_out_note(tokenizer)])]
         config = with_vocabulary_of(config, tokenizer.vocab_size)
         train, validation, name = read_parts(config, sources, tokenizer, cache, progress)
         config = with_initialization(config, train.token_count)

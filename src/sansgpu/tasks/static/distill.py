@@ -93,8 +93,9 @@ def _token_vectors(encoder: TrainedModel, numbers: np.ndarray, progress: ReportP
             lengths = torch.full((len(part),), length, device=encoder.device)
             hidden = objective.unpadded.hidden_states(torch.from_numpy(rows.reshape(-1)).to(encoder.device), lengths)
             is_mean = objective.layout.pooling == "mean"
-            vectors = hidden[len(before) :: length] if is_mean else pool(hidden, lengths, objective.layout)
-            found.append(vectors.float().cpu().numpy())
+            dense = objective.dense
+            pooled = dense(hidden[len(before) :: length]) if is_mean else pool(hidden, lengths, objective.layout, dense)
+            found.append(pooled.float().cpu().numpy())
     return np.concatenate(found)
 
 

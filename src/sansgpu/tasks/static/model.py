@@ -6,7 +6,7 @@ S texts, N tokens in total, D dimensions of an embedding, V rows of the table.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def read_static_folder(folder: Path) -> StaticFolder:
             "download the model again."
         )
     length = (tokenizer.truncation or {}).get("max_length")
-    layout = EmbeddingLayout("mean", layout.normalize, length, layout.prompts, layout.default_prompt)
+    layout = replace(layout, pooling="mean", max_length=length)
     return StaticFolder(weights.float(), plain_tokenizer(tokenizer), layout)
 
 

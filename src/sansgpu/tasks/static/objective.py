@@ -20,8 +20,8 @@ from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.base import EXPECTED_CHARACTERS, ObjectiveBase
 from sansgpu.tasks.embed.groups import TextGroups
-from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_values
-from sansgpu.tasks.embed.settings import EmbeddingTrainingConfig
+from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_prompts, with_values
+from sansgpu.tasks.embed.settings import EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.fine_tuning import random_tokens
 from sansgpu.tasks.static.costs import StaticCosts
 from sansgpu.tasks.static.distill import DEFAULT_DIM, reduced_dim
@@ -134,6 +134,6 @@ def static_base(config: Config) -> StaticFolder | None:
 
 def static_layout(config: Config) -> EmbeddingLayout:
     """Returns the layout of the static model that a run starts from, or that of a new one."""
-    if (static := static_base(config)) is not None:
-        return static.layout
-    return EmbeddingLayout("mean", EmbeddingTrainingConfig.of(config).embedding_loss != "triplet")
+    static, loss = static_base(config), EmbeddingTrainingConfig.of(config).embedding_loss
+    layout = EmbeddingLayout("mean", loss != "triplet") if static is None else static.layout
+    return with_prompts(layout, EmbeddingDataConfig.of(config))

@@ -29,7 +29,7 @@ from sansgpu.tasks.embed.task import TextEmbedding, shape_of
 from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.static.distill import distilled
 from sansgpu.tasks.static.model import TOKENIZER, StaticModel, as_transformers, plain_tokenizer, read_tokenizer
-from sansgpu.tasks.static.objective import StaticObjective, static_base, with_rows
+from sansgpu.tasks.static.objective import StaticObjective, static_base, static_layout, with_rows
 from sansgpu.tasks.static.settings import SETTINGS, StaticModelConfig
 from sansgpu.tasks.static.words import TextTokenizer
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TaskClass, TrainedModel
@@ -72,11 +72,12 @@ class StaticEmbeddings(TextEmbedding):
     @classmethod
     def text_shape(cls, config: Config, train: Sequence[TextRow]) -> tuple[Config, TextShape]:
         """Returns how to tokenize. Trains a new tokenizer on the training rows if the run needs one."""
+        layout = static_layout(config)
         if (static := static_base(config)) is not None:
-            return config, shape_of(config, as_transformers(static.tokenizer), static.layout.prompt())
+            return config, shape_of(config, as_transformers(static.tokenizer), layout)
         named = config.model.name_or_path is not None
         backend = load_tokenizer_of(config.model).backend_tokenizer if named else _own_tokenizer(config, train).backend
-        return config, shape_of(config, as_transformers(plain_tokenizer(backend)), "")
+        return config, shape_of(config, as_transformers(plain_tokenizer(backend)), layout)
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
