@@ -70,9 +70,9 @@ def read_values(path: Path) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Parses the value of `--set KEY=TEXT` as YAML. Invalid YAML is returned as a string."""
+    """Parses the value of `--set KEY=TEXT` as YAML. Invalid YAML, and the sign of a block of text, stay a string."""
     try:
-        return _yaml(text)
+        return text if text in ("|", ">") else _yaml(text)
     except yaml.YAMLError:
         return text
 

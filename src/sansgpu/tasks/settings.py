@@ -45,7 +45,9 @@ def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
 
 
 def row_problems(config: Any, data: str = "rows") -> Iterator[str]:
-    """Yields a message if the `data` is not configured."""
+    """Yields a message if the `data` is not configured, or has several label columns but the task reads only one."""
+    if isinstance(config.data.label_column, list) and config.task != "classify":
+        yield f"data.label_column must be a single column in task {config.task}; set it to one name"
     if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
         yield f"task {config.task} requires {data}; set data.dataset_name"
 

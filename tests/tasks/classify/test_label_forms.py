@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights
@@ -18,8 +20,8 @@ from sansgpu.tasks.classify.labels import Labels
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.configuration import load_config
-from tests.processes import overrides, write_rows
-from tests.tasks.fine_tuned import TINY
+from tests.processes import options, overrides, write_rows
+from tests.tasks.fine_tuned import TINY, Captured
 from tests.tasks.folders import model_folder
 
 BERT = {"task": "classify", "model.name_or_path": model_folder("bert")}
@@ -216,6 +218,26 @@ def test_a_value_that_is_no_flag_is_a_bad_row(tmp_path: Path, value: str) -> Non
         prepared(tmp_path / "rows.csv", data__label_column=["toxi"])
     with pytest.raises(ConfigError, match=r"has no column tox_\*, only text, toxic, threat"):
         prepared(tmp_path / "rows.csv", data__label_column="tox_*")
+
+
+def test_columns_and_separators_are_read_in_evaluations(tmp_path: Path, capsys: Captured) -> None:
+    header = ["id", "comment_text", "toxic", "threat"]
+    path = table(tmp_path / "train.csv", [header, *([f"e{n}", f"red {n}", n % 2, int(n < 2)] for n in range(8))])
+    run = tmp_path / "run"
+    chosen = {"data.dataset_name": path, "data.validation_name": path, "training.max_steps": 1}
+    assert cli(["train", *options(TINY, BERT, chosen), "--output-dir", str(run)]) == 0
+    cells = table(tmp_path / "cells.csv", [["text", "labels"], ["red 1", "toxic|threat"], ["red", "threat"]])
+    lists = write_rows(tmp_path / "lists.jsonl", [{"text": "red 1", "labels": ["toxic"]}, {"text": "a", "labels": []}])
+    vectors = write_rows(tmp_path / "bits.jsonl", [{"text": "a", "labels": [1, 0]}, {"text": "b", "labels": [0, 0]}])
+    for target, data, count in ((run, path, 8), (run / "final", path, 8), (run / "final", cells, 2),
+                                (run / "final", lists, 2), (run / "final", vectors, 2)):  # fmt: skip
+        capsys.readouterr()
+        assert cli(["eval", str(target), "--data", str(data), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["rows"], found["skipped"]) == (count, 0)
+    assert cli(["predict", str(run / "final"), "--data", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [[*json.loads(line)["scores"]] for line in lines] == [["toxic", "threat"]] * 8
 
 
 # Rows in the form of public data

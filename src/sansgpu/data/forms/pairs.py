@@ -42,6 +42,7 @@ KINDS: dict[RowKind, str] = {
     "labels": "a text and a label",
 }
 TRIPLET_COLUMNS = ("anchor", "positive", "negative")
+SCORE_WORDS = ("score", "similarity")  # in names of columns whose numbers are larger for texts of similar meaning
 # Pairs of text columns to try, in this order, if none is configured.
 PAIR_COLUMNS = (
     ("text1", "text2"),
@@ -50,7 +51,8 @@ PAIR_COLUMNS = (
     ("question1", "question2"),
     ("text", "text_pair"),
 )
-SCORE_COLUMNS = ("score", "similarity_score", "similarity", "label")
+LABEL_COLUMNS = ("label", "gold_label", "is_duplicate")  # of two texts
+SCORE_COLUMNS = ("score", "similarity_score", "similarity", "relatedness_score", *LABEL_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,13 @@ class TextRow(TypedRow):
     texts: tuple[str, ...]
     score: float | None = None
     label: str | None = None
+    pair_label: str | None = None  # of two texts in a label column: a score or a class, such as of NLI
 
     @property
     def kind(self) -> RowKind:
-        return "scores" if self.score is not None else "labels" if self.label is not None else "pairs"
+        if self.score is not None or self.pair_label is not None:
+            return "scores"
+        return "labels" if self.label is not None else "pairs"
 
 
 def read_text_rows(
@@ -137,7 +142,13 @@ def _scored(row: SourceRow, columns: Columns) -> TextRow:
     if score is None and columns.label is None and columns.pair is not None:
         # the configuration names both columns, so the pair needs no score
         return TextRow(row.where, (*texts, *texts_in(row, negative_columns(row.value))))
-    return TextRow(row.where, texts, score=_score(row, row.value.get(score)))
+    value = row.value.get(score)
+    if score is None or any(word in str(score).casefold() for word in SCORE_WORDS):
+        return TextRow(row.where, texts, score=_score(row, value))
+    word = str(int(value)) if isinstance(value, bool) else str(value if value is not None else "").strip()
+    if not word:
+        raise row.error(f"it has no {score}")
+    return TextRow(row.where, texts, score=_finite(word), pair_label=row.valid_text(word, str(score)))
 
 
 def _unused_of_scored(row: Row, columns: Columns) -> Iterator[str]:
@@ -190,13 +201,18 @@ def _label(row: SourceRow, column: Column) -> str:
 def _score(row: SourceRow, value: Any) -> float:
     if value is None or value == "":
         raise row.error("it has no score")
-    try:
-        score = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        score = math.nan
-    if not math.isfinite(score):
+    score = None if isinstance(value, bool) else _finite(value)
+    if score is None:
         raise row.error(f"its score is {value!r} instead of a finite number")
     return score
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:

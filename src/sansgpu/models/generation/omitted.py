@@ -17,7 +17,7 @@ def omitted_parts(
 ) -> Iterator[str]:
     """Names the parts without which `render(messages, tools)` gives the same result.
 
-    Such parts are the tools, keys of turns besides role, content and thoughts, and contents of turns with special roles.
+    Such parts are the tools, keys of turns except role, content and thoughts, and contents of turns with special roles.
     """
     keys = dict.fromkeys(key for message in messages for key in message if key not in NOT_CHECKED)
     roles = dict.fromkeys(message["role"] for message in messages if message["role"] in CHECKED_ROLES)

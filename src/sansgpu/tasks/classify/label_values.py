@@ -30,7 +30,7 @@ _BITS = re.compile(r"[01](\s*[,;|\s]\s*[01])+")
 
 
 @dataclass(frozen=True)
-class Cells:
+class LabelCells:
     """How a column writes the labels of a row: a single one, a list of names, or a vector of zeros and ones."""
 
     kind: Literal["one", "list", "vector"] = "one"
@@ -90,26 +90,26 @@ def listed(cell: str) -> list[Any] | None:
     return [*value] if isinstance(value, (list, tuple, set)) else None
 
 
-def recognize_cells(values: Sequence[Any], split: bool | None, separator: str | None) -> Cells:
+def recognize_cells(values: Sequence[Any], split: bool | None, separator: str | None) -> LabelCells:
     """Returns how a column writes the labels of its rows.
 
     `split` says whether a cell may hold several labels; None: if all cells agree. `separator` is the configured one.
     """
     if split is False:
-        return Cells()
+        return LabelCells()
     if separator is not None:
-        return Cells("list", separator, why=f"cells have several labels between {separator!r}")
+        return LabelCells("list", separator, why=f"cells have several labels between {separator!r}")
     texts = [value for value in values if isinstance(value, str)]
     parsed = [found for value in texts if (found := listed(value)) is not None]
     lists = [value for value in values if isinstance(value, list)] + parsed
     if not lists and len(texts) == len(values) and all(_BITS.fullmatch(text.strip()) for text in texts):
         lists = [re.split(r"[,;|\s]+", text.strip()) for text in texts]
     if len(lists) > len(parsed) or (texts and len(lists) >= MIN_LISTS * len(texts)):
-        return _vectors(lists) or Cells("list", why="labels are lists")
+        return _vectors(lists) or LabelCells("list", why="labels are lists")
     between = _separator([text.strip() for text in texts], bool(split)) if len(texts) == len(values) else None
     if between is not None:
-        return Cells("list", between, why=f"cells have several labels between {between!r}")
-    return Cells("list" if split else "one", why=_unsplit([text.strip() for text in texts]))
+        return LabelCells("list", between, why=f"cells have several labels between {between!r}")
+    return LabelCells("list" if split else "one", why=_unsplit([text.strip() for text in texts]))
 
 
 def _unsplit(texts: Sequence[str]) -> str:
@@ -123,14 +123,14 @@ def _unsplit(texts: Sequence[str]) -> str:
     return ""
 
 
-def _vectors(lists: Sequence[list[Any]]) -> Cells | None:
+def _vectors(lists: Sequence[list[Any]]) -> LabelCells | None:
     """Returns the length of the vectors of zeros and ones that nearly all lists are, or None."""
     bits = Counter(len(value) for value in lists if len(value) > 1 and all(bit(v) is not None for v in value))
     width, count = bits.most_common(1)[0] if bits else (0, 0)
     filled = sum(len(value) > 0 for value in lists)
     if width < 2 or count < MIN_VECTORS * filled or (width == 2 and filled < len(lists)):
         return None  # of two labels, a list of both is no vector if other rows have none
-    return Cells("vector", width=width, why=f"labels are vectors of {width} zeros and ones")
+    return LabelCells("vector", width=width, why=f"labels are vectors of {width} zeros and ones")
 
 
 def _separator(texts: Sequence[str], asked: bool) -> str | None:

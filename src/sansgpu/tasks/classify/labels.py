@@ -17,7 +17,7 @@ from sansgpu.data.row_report import RowReport
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.folders import base_of, has_architecture
 from sansgpu.models.huggingface.source import own_labels, pretrained_config
-from sansgpu.tasks.classify.label_values import SEPARATORS, Cells, bit, number_of, numbers_kind, recognize_cells
+from sansgpu.tasks.classify.label_values import SEPARATORS, LabelCells, bit, number_of, numbers_kind, recognize_cells
 from sansgpu.tasks.classify.settings import WeightedDataConfig
 
 LabelKind = Literal["single", "multiple", "regression"]
@@ -34,13 +34,13 @@ class Labels:
     kind: LabelKind
     names: tuple[str, ...]
     notes: tuple[str, ...] = ()  # messages on why this kind and these names were chosen
-    cells: Cells | None = None  # how the rows write them; None: recognized in each dataset
+    cells: LabelCells | None = None  # how the rows write them; None: recognized in each dataset
 
     @property
     def shown(self) -> str:
         return "a number to predict" if self.kind == "regression" else counted(len(self.names), "label")
 
-    def names_in(self, text: LabeledText, cells: Cells) -> list[str]:
+    def names_in(self, text: LabeledText, cells: LabelCells) -> list[str]:
         """Returns the names of a row's labels. Raises BadRowError if they are none of those that are known."""
         if isinstance(text.label, str) and (name := self._name_of(text.label)) in self.names:
             return [name]
@@ -77,7 +77,7 @@ def find_labels(texts: Sequence[LabeledText], data: WeightedDataConfig, source: 
     values, configured = [text.label for text in texts], data.label_kind
     names: Sequence[str] | None = data.labels
     split = None if configured == "auto" else configured == "multiple"
-    cells = Cells() if columns else recognize_cells(values, split, data.label_separator)
+    cells = LabelCells() if columns else recognize_cells(values, split, data.label_separator)
     kind, why = _kind(values, cells, configured, names)
     if columns:
         names, why = columns if names is None else names, ""
@@ -134,7 +134,7 @@ def _labels_of_model(config: Config) -> tuple[str, ...]:
     return names if len(names) > 1 and getattr(base, "problem_type", None) != "regression" else ()
 
 
-def _names_of(texts: Sequence[LabeledText], cells: Cells) -> list[str]:
+def _names_of(texts: Sequence[LabeledText], cells: LabelCells) -> list[str]:
     if cells.kind == "vector":
         return [str(number) for number in range(cells.width)]
     found = dict.fromkeys(label_name(label) for text in texts for label in cells.labels_of(text.label))
@@ -144,7 +144,7 @@ def _names_of(texts: Sequence[LabeledText], cells: Cells) -> list[str]:
 
 
 def _kind(
-    values: Sequence[Any], cells: Cells, configured: Literal["auto"] | LabelKind, names: Sequence[str] | None
+    values: Sequence[Any], cells: LabelCells, configured: Literal["auto"] | LabelKind, names: Sequence[str] | None
 ) -> tuple[LabelKind, str]:
     """Returns the kind of labels, and a message with the reason, which is empty in the usual case."""
     if configured != "auto":
@@ -199,17 +199,17 @@ def with_targets(
     return [text for text, _ in kept], np.array([row for _, row in kept], dtype).reshape(-1, width)
 
 
-def cells_with_names(texts: Sequence[LabeledText], labels: Labels) -> Cells:
+def cells_with_names(texts: Sequence[LabeledText], labels: Labels) -> LabelCells:
     """Returns how the rows of a dataset to evaluate on write labels whose names are known."""
     if labels.kind != "multiple":
-        return Cells()
+        return LabelCells()
     values = [text.label for text in texts]
     cells = recognize_cells(values, None, None)
     if cells.kind == "vector" and cells.width == len(labels.names):
         return cells
     unknown = [label_name(v) for v in values if isinstance(v, str) and label_name(v) not in labels.names]
     separators = (s for s in SEPARATORS if any({*map(str.strip, v.split(s))} <= {*labels.names} for v in unknown))
-    return Cells("list", next(separators, None))
+    return LabelCells("list", next(separators, None))
 
 
 @dataclass(frozen=True)

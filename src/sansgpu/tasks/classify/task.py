@@ -137,7 +137,10 @@ class Classify(Predicts, FineTuningTask):
             if numbered:
                 request.warn(f"{numbered}.")
             source, bad_rows = open_single(request.data, data, LABELED.text_rows), RowReport("skip")
-            texts = LABELED.read_all(source.rows(), bad_rows, Columns.of(data))
+            columns, found = find_label_columns(source.rows, Columns.of(data), source.name)
+            if found:
+                request.warn(f"{found}.")
+            texts = LABELED.read_all(source.rows(), bad_rows, columns)
             cls.require_readable(texts)
             labels = labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)

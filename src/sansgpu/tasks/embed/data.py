@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from sansgpu.tasks.embed.groups import TokenizedGroups
 from sansgpu.tasks.embed.settings import EmbeddingDataConfig
 from sansgpu.tasks.evaluation import TokenizedCorpus
 
+STS_SCALE = 5.0  # score of equal texts in most datasets of semantic textual similarity
+NO_SCORE = -1.0  # stands for a missing score, as in the test data of GLUE
 BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
 
 
@@ -45,20 +47,43 @@ class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
         return " | ".join(self.tokenizer.decode(text) for text in batch.tokens.split(batch.lengths.tolist()))
 
 
-def score_scale(rows: Sequence[TextRow], data: EmbeddingDataConfig) -> float | None:
-    """Returns the upper limit of the scores, by which they are divided to get similarities; None without scores."""
+class ScoreRange(NamedTuple):
+    """The scores that rows may have; they are divided by `scale` to get similarities."""
+
+    lowest: float
+    scale: float
+
+    def describe(self, rows: Sequence[TextRow]) -> str | None:
+        """Returns a message about the scores of rows unless they are similarities already."""
+        scores = [row.score for row in rows if row.score is not None]
+        if self.scale == 1:
+            return None
+        return f"scores from {min(scores):g} to {max(scores):g} are divided by {self.scale:g} (data.score_scale)"
+
+
+def score_range(rows: Sequence[TextRow], data: EmbeddingDataConfig) -> ScoreRange | None:
+    """Returns the range of the scores of training rows, or None without scores."""
     scores = [row.score for row in rows if row.score is not None]
-    if not scores or data.score_scale is not None:
-        return data.score_scale
-    return 1.0 if max(scores) <= 1 else float(math.ceil(max(scores)))
+    if not scores:
+        return None
+    scale, highest = data.score_scale, max(scores)
+    if scale is None:
+        scale = 1.0 if highest <= 1 else float(math.ceil(highest))
+        if 2 < highest < STS_SCALE and not highest.is_integer():
+            scale = STS_SCALE
+    negative = {score for score in scores if score < 0}
+    missing = {NO_SCORE} if scale > 1 else set()
+    return ScoreRange(-scale if negative - missing else 0.0, scale)
 
 
-def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows: RowReport) -> list[TextRow]:
-    """Returns the rows whose scores, divided by `scale`, are valid cosine similarities. Others are bad rows."""
+def with_scores_in_range(rows: Iterable[TextRow], limits: ScoreRange | None, bad_rows: RowReport) -> list[TextRow]:
+    """Returns the rows whose scores are in the range of the training data. Others are bad rows."""
 
     def checked(row: TextRow) -> TextRow:
-        if row.score is not None and scale is not None and not -scale <= row.score <= scale:
-            raise row.error(f"its score {row.score:g} is not between {-scale:g} and data.score_scale {scale:g}")
+        if row.score is not None and limits is not None and not limits.lowest <= row.score <= limits.scale:
+            raise row.error(
+                f"its score {row.score:g} is not between {limits.lowest:g} and data.score_scale {limits.scale:g}"
+            )
         return row
 
     return list(bad_rows.parsed(rows, checked))

@@ -22,7 +22,13 @@ class EmbeddingDataConfig(DataConfig):
         None,
         gt=0,
         description="score of two texts with the same meaning; all scores are divided by it. Default: 1 if no "
-        "training score is larger, otherwise the largest training score, rounded up",
+        "training score is larger, 5 if the largest is a fraction between 2 and 5, otherwise the largest, rounded up",
+    )
+    pair_labels: Literal["auto", "similarity", "nli"] = Field(
+        "auto",
+        description="meaning of the numbers in a label column of two texts; similarity: scores; nli: 0 entailment, 1 "
+        "neutral, 2 contradiction, from which triplets are made; auto: nli for exactly these three, similarity for 0 "
+        "and 1 and for numbers with fractions; others need a choice",
     )
 
     prompts: Literal["auto", "none"] | dict[str, str] = Field(

@@ -28,7 +28,7 @@ from sansgpu.tasks.embed.data import (
     TextShape,
     cut_note,
     prompt_note,
-    score_scale,
+    score_range,
     split_rows,
     tokenize_groups,
     with_scores_in_range,
@@ -37,6 +37,7 @@ from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_prompts, with_values
+from sansgpu.tasks.embed.pair_labels import pair_meaning, with_meaning
 from sansgpu.tasks.embed.settings import SETTINGS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
@@ -62,21 +63,30 @@ class TextEmbedding(Embeds, StepWideTask):
         config = cls.with_vocabulary(config)
         data, _ = resolve_columns(EmbeddingDataConfig.of(config), TEXT_GROUPS)
         sources, columns, notes = open_sources(data, TEXT_GROUPS.text_rows), Columns.of(data), list[str]()
-        train_rows, held_rows = RowReport.of(data), RowReport("skip")
+        train_rows, held_rows = RowReport.of(data), RowReport.of(data)
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), columns, train_rows)
         require_examples(sources, [len(rows)], "row", train_rows.notes())
-        scale = score_scale(rows, data)
-        rows = with_scores_in_range(rows, scale, train_rows)
+        read_as = rows[0].kind
+        meaning, note = pair_meaning(rows, data, name)
+        notes += [note] if note else []
+        rows = with_meaning(rows, meaning, train_rows, name, notes)
+        limits = score_range(rows, data)
+        rows = with_scores_in_range(rows, limits, train_rows)
+        require_examples(sources, [len(rows)], "row", train_rows.notes())
+        if limits is not None and (note := limits.describe(rows)):
+            notes.append(f"{name}: {note}.")
         split = None
         if sources.validation is not None:
-            held_name, kind = sources.validation.name, rows[0].kind
-            train, held = rows, read_text_rows(sources.validation.rows(), columns, held_rows, kind)
-            held = with_scores_in_range(held, scale, held_rows)
+            held_name = sources.validation.name
+            train, held = rows, read_text_rows(sources.validation.rows(), columns, held_rows, read_as)
+            held = with_meaning(held, meaning, held_rows, held_name, notes)
+            held = with_scores_in_range(held, limits, held_rows)
         else:
             train, held = split_rows(rows, data.validation_split)
             split = describe_split(len(train), len(held), "row", data.validation_split)
         loss = loss_for(rows, EmbeddingTrainingConfig.of(config).embedding_loss)
+        scale = limits.scale if limits else None
         config = with_values(with_values(config, "training", embedding_loss=loss), "data", score_scale=scale)
         config, shape = cls.text_shape(config, train)
         splits = (
@@ -141,9 +151,12 @@ class TextEmbedding(Embeds, StepWideTask):
             rows, name = read_text_rows(source.rows(), Columns.of(data), bad_rows), source.name
             if not rows:
                 raise ConfigError(bad_rows.first or f"{name} has no rows; pass a file with at least one.")
-            scale = score_scale(rows, data) if rows[0].kind == "scores" else None
-            rows = with_scores_in_range(rows, scale, bad_rows)
-            config = with_values(config, "data", score_scale=scale)
+            meaning, note = pair_meaning(rows, data, name)
+            notes += [note] if note else []
+            rows = with_meaning(rows, meaning, bad_rows, name, notes)
+            limits = score_range(rows, data)
+            rows = with_scores_in_range(rows, limits, bad_rows)
+            config = with_values(config, "data", score_scale=limits.scale if limits else None)
             shape = shape_of(config, loaded.tokenizer, loaded.objective.layout)
             part = _tokenized(rows, shape, request.progress, bad_rows, name, notes)
             for note in notes:
