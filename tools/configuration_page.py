@@ -103,7 +103,7 @@ GROUPS = (
         "Columns and labels",
         "names of columns, labels, classes, scores, tags",
         """data.text_column data.text_pair_column data.label_column data.label_kind data.label_separator data.labels
-        data.class_weights data.score_scale data.pair_labels data.tag_column""",
+        data.class_weights data.score_scale data.pair_labels data.tag_column data.span_offsets""",
     ),
     Group(
         "Tokenizer and chat template",

@@ -9,7 +9,7 @@ import csv
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -121,6 +121,7 @@ class ConllLayout:
     brackets: bool = False  # True: the tags of CoNLL-2012, e.g. `(PERSON*`, `*)`
     empty: str | None = None  # a value that stands for "no entity"
     others: tuple[int, ...] = ()  # further columns that have entity tags
+    has_entities: bool = field(default=False, compare=False)  # True: the tags' column has entity tags
 
     def columns(self, line: str) -> list[str]:
         return _comma_columns(line) if self.commas else conll_columns(line)
@@ -130,7 +131,7 @@ class ConllLayout:
         if columns[:1] == ["#begin"] or columns[:1] == ["#end"]:
             return True
         is_odd = len(columns) > 1 and (len(columns) != self.width or "=" in columns[-1])
-        return line.startswith("#") and (self.numbered or (at_start and is_odd))
+        return line.startswith("#") and (self.numbered or (at_start and is_odd and line[1:2].isspace()))
 
     def place(self, columns: Sequence[str]) -> int | None:
         """Returns the index of the tag's column in a line, or None if the line has no word or no tag."""
@@ -138,8 +139,8 @@ class ConllLayout:
         return place if 0 <= place < len(columns) > self.word != place else None
 
     def described(self) -> str | None:
-        """Returns a message about the columns, or None if they are the first and the last."""
-        if self == ConllLayout(width=self.width):
+        """Returns a message about the columns, or None if they are the first and the last of two."""
+        if self == ConllLayout(width=self.width) and self.width <= 2:
             return None
         place = self.tag % self.width if self.width else self.tag
         kind = f" ({self.key}=)" if self.key else ""
@@ -150,7 +151,9 @@ class ConllLayout:
             found += f" (column{'s' * (len(self.others) > 1)} {columns} also has entity tags; data.tag_column sets it)"
         elif self.numbered or not last:
             found += " (data.tag_column sets it)"
-        return found
+        rest = [str(column) for column in range(self.numbered, self.width) if column not in (self.word, place)]
+        verb = "columns {} are" if len(rest) > 1 else "column {} is"
+        return found + (f"; {verb.format(', '.join(rest))} not used" if rest else "")
 
 
 def conll_rows(path: Path, tag_column: int | None) -> Iterator[SourceRow]:
@@ -263,6 +266,7 @@ def conll_layout(path: Path, tag_column: int | None = None) -> ConllLayout:
     draft = ConllLayout(commas=commas)
     split = [(line, draft.columns(line)) for line in lines]
     tokens = [columns for line, columns in split if columns and line[0] != "#" and columns[0] != DOCUMENT_START]
+    tokens = tokens or [columns for _, columns in split if columns and columns[0] != DOCUMENT_START]
     width = Counter(map(len, tokens)).most_common(1)[0][0] if tokens else 0
     if any(columns[:2] == ["#begin", "document"] for _, columns in split) and width > ONTONOTES_TAG + 1:
         tag = ONTONOTES_TAG if tag_column is None else tag_column
@@ -283,7 +287,8 @@ def conll_layout(path: Path, tag_column: int | None = None) -> ConllLayout:
     column = found.get(place)
     key, has_empty = (column.key, column.has_empty) if column else (None, False)
     empty = EMPTY if has_empty and key is None else None
-    return ConllLayout(word, tag, key, width, header is not None, commas, numbered, empty=empty, others=others)
+    layout = ConllLayout(word, tag, key, width, header is not None, commas, numbered, empty=empty, others=others)
+    return replace(layout, has_entities=column is not None)
 
 
 def _has_commas(lines: Iterable[str]) -> bool:

@@ -302,6 +302,34 @@ def test_a_single_text_is_answered_with_a_line_per_span(home: Path, capsys: Capt
     assert capsys.readouterr().out.startswith("4-8  place  Rome  (")
 
 
+def test_evaluations_and_predictions_read_the_same_forms(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run, text = learned(home), "red Ada Zoe green Rome"
+    spans = [[4, 11, "person"], [18, 22, "place"]]
+    studio = [{"value": {"start": start, "end": end, "labels": [label]}} for start, end, label in spans]
+    forms: dict[str, Any] = {
+        "doccano": [{"text": text, "label": spans}],
+        "spacy": [[text, {"entities": spans}]],
+        "studio": [{"data": {"text": text}, "annotations": [{"result": studio}]}],
+        "gliner": [{"tokenized_text": text.split(), "ner": [[1, 2, "person"], [4, 4, "place"]]}],
+        "emoji": [{"text": f"😀 {text}", "spans": [{"start": s + 3, "end": e + 3, "label": n} for s, e, n in spans]}],
+    }
+    by_form = {}
+    for name, rows in forms.items():
+        path, output = tmp_path / f"{name}.json", tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(rows))
+        found = json_of(capsys, "eval", run, "--data", str(path))
+        assert found["skipped"] == 0
+        assert sum(scores["count"] for scores in found["by_label"].values()) == 2
+        assert cli(["predict", str(run), "--data", str(path), "--output", str(output)]) == 0
+        by_form[name] = [(span["text"], span["label"]) for span in json_lines(output)[0]["spans"]]
+    assert len(by_form.pop("emoji")) >= 1
+    assert [*by_form.values()] == [by_form["doccano"]] * 4
+    assert "token_start" in json_lines(tmp_path / "gliner.jsonl")[0]["spans"][0]
+    capsys.readouterr()
+    assert cli(["eval", str(run), "--data", str(tmp_path / "emoji.json"), "--json"]) == 0
+    assert "emoji.json: the offsets of spans count UTF-16 units: so 2 of 2 fit" in capsys.readouterr().err
+
+
 def test_repeated_labels_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
     chosen = settings(home, "tokens", data__labels='["O", "B-x", "O"]')
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 2

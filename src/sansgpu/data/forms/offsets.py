@@ -93,7 +93,7 @@ class SpannedText(TypedRow):
         part = self.text[slice(*found)]
         if not part.strip():
             raise self.error(f"{name} from {span.start} to {span.end} contains only white space")
-        if span.text is not None and span.text.strip() != part.strip():
+        if span.text is not None and span.text.split() != part.split():
             raise self.error(f"{name} has the text {span.text!r}, but its {UNITS[offsets.unit]} are {part!r}")
         return WordSpan(*found, span.label)
 
@@ -106,25 +106,26 @@ def offsets_of(texts: Sequence[SpannedText], unit: Unit | Literal["auto"], note:
     """
     if unit != "auto":
         return Offsets(unit)
-    matches = dict.fromkeys([Offsets(one, end) for end in (False, True) for one in UNITS], 0)
+    fits: dict[Offsets, list[bool]] = {Offsets(one, end): [] for end in (False, True) for one in UNITS}
     for text in texts:
         if text.spans:
             starts, ends = map(frozenset, (bounds.tolist() for bounds in word_bounds(text.text)))
-            found: dict[Offsets, int] = {}
-            for offsets in matches:
+            found: dict[Offsets, list[bool]] = {}
+            for offsets in fits:
                 same = offsets._replace(unit="characters") if text.text.isascii() else offsets
                 if same not in found:
-                    found[same] = sum(_matches(text.text, span, same, (starts, ends)) for span in text.spans)
-                matches[offsets] += found[same]
-    exclusive, inclusive = (max((o for o in matches if o.inclusive == end), key=matches.__getitem__) for end in (0, 1))
-    spans = sum(len(text.spans) for text in texts)
-    is_inclusive = matches[inclusive] > max(2 * matches[exclusive], spans // 2)
-    best = inclusive if is_inclusive else exclusive
+                    found[same] = [_matches(text.text, span, same, (starts, ends)) for span in text.spans]
+                fits[offsets] += found[same]
+    best = max(list(fits)[: len(UNITS)], key=lambda offsets: sum(fits[offsets]))
+    inclusive = max(list(fits)[len(UNITS) :], key=lambda offsets: sum(fits[offsets]))
+    differ = [with_end - without for without, with_end in zip(fits[best], fits[inclusive], strict=True)]
+    if differ.count(1) > 2 * differ.count(-1) and 2 * sum(fits[inclusive]) > len(differ):
+        best = inclusive
     if best != Offsets():
         ends_with = ", and `end` is the last one" if best.inclusive else ""
         note(
-            f"the offsets of spans count {UNITS[best.unit]}{ends_with}: so {matches[best]:,} of {spans:,} fit their "
-            f"text or words, {matches[Offsets()]:,} as characters up to `end`; data.span_offsets sets it."
+            f"the offsets of spans count {UNITS[best.unit]}{ends_with}: so {sum(fits[best]):,} of {len(differ):,} fit "
+            f"their text or words, {sum(fits[Offsets()]):,} as characters up to `end`; data.span_offsets sets it."
         )
     return best
 
@@ -136,6 +137,6 @@ def _matches(text: str, span: GivenSpan, offsets: Offsets, words: tuple[frozense
     start, end = found
     part = text[start:end]
     if span.text is not None:
-        return part.strip() == span.text.strip()
+        return part.split() == span.text.split()
     start, end = start + len(part) - len(part.lstrip()), end - (len(part) - len(part.rstrip()))
     return start < end and start in words[0] and end in words[1]

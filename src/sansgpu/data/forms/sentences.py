@@ -90,10 +90,12 @@ def _parts(row: SourceRow) -> Iterator[SourceRow]:
         text, given = value
         yield row._replace(value={**(given if isinstance(given, dict) else {"entities": given}), "text": text})
     elif isinstance(value, dict) and isinstance(pairs := value.get("annotations"), list) and any(map(_is_pair, pairs)):
+        others = {name: other for name, other in value.items() if name not in ("annotations", "classes")}
         for number, pair in enumerate(pairs, 1):
             if pair is not None:  # the annotator's mark of a text that it did not save
-                yield from _parts(SourceRow(f"{row.where}, annotation {number}", pair))
-    elif isinstance(value, dict) and isinstance(paragraphs := value.get("paragraphs"), list):
+                for part in _parts(SourceRow(f"{row.where}, annotation {number}", pair)):
+                    yield part._replace(value={**others, **part.value}) if isinstance(part.value, dict) else part
+    elif isinstance(value, dict) and isinstance(paragraphs := value.get("paragraphs"), list) and paragraphs:
         for number, paragraph in enumerate(paragraphs, 1):
             yield from _paragraph(SourceRow(f"{row.where}, paragraph {number}", paragraph))
     else:
@@ -113,13 +115,18 @@ def _is_pair(value: Any) -> TypeGuard[Sequence[Any]]:
 def _paragraph(row: SourceRow) -> Iterator[SourceRow]:
     """Yields the sentences of a paragraph in spaCy 2's JSON; a dash stands for a missing tag."""
     sentences = row.value.get("sentences") if isinstance(row.value, dict) else None
-    for number, sentence in enumerate(sentences if isinstance(sentences, list) else [], 1):
+    if not isinstance(sentences, list) or not sentences:
+        yield row
+        return
+    others = {name: value for name, value in row.value.items() if name not in ("raw", "sentences")}
+    for number, sentence in enumerate(sentences, 1):
         where = f"{row.where}, sentence {number}"
         tokens = sentence.get("tokens") if isinstance(sentence, dict) else None
         if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
             yield SourceRow(where, sentence)
         else:
             tags = [OUTSIDE if token.get("ner") in ("-", None) else token["ner"] for token in tokens]
-            yield SourceRow(where, {"tokens": [token.get("orth") for token in tokens], "tags": tags})
-    if not isinstance(sentences, list):
-        yield row
+            keys = dict.fromkeys(key for token in tokens for key in token if key not in ("id", "orth", "ner"))
+            more = {f"{key} in a token": [token.get(key) for token in tokens] for key in keys}
+            columns = {"tokens": [token.get("orth") for token in tokens], "tags": tags}
+            yield SourceRow(where, {**others, **more, **columns})

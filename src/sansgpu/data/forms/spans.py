@@ -16,8 +16,14 @@ from sansgpu.data.tables import Columns
 TEXT_COLUMNS = ("text", "content", "document", "sentence", "data")
 SPAN_COLUMNS = ("spans", "entities", "ents", "label", "labels", "annotations", "annotation")
 LABEL_STUDIO_LISTS = ("annotations", "completions")  # the second in versions before 1.0
-_STARTS = ("start", "start_offset", "start_char", "begin", "startOffset", "BeginOffset", "start_pos", "start_idx")
-_ENDS = ("end", "end_offset", "end_char", "stop", "endOffset", "EndOffset", "end_pos", "end_idx")
+_STARTS = (
+    "start", "start_offset", "start_char", "begin", "startOffset", "BeginOffset", "start_pos", "startPos", "start_idx",
+    "startIndex", "startCharIndex", "offset",
+)  # fmt: skip
+_ENDS = (
+    "end", "end_offset", "end_char", "stop", "endOffset", "EndOffset", "end_pos", "endPos", "end_idx", "endIndex",
+    "endCharIndex",
+)  # fmt: skip
 _LABELS = ("label", "labels", "hypertextlabels", "entity", "entity_group", "entity_type", "type", "tag", "Type")
 _SAME = ("token_start", "token_end")  # of Prodigy and `sansgpu predict`; they follow from the offsets
 _MAX_LITERAL = 1 << 20  # characters of a list in a table's cell
@@ -49,7 +55,12 @@ def spanned_text(row: SourceRow, columns: Columns) -> SpannedText:
             f"it has the columns {column_names(row.value)}, but needs `tokens` and `tags`, or `text` and `spans`"
         )
     text, column = row.required_text(name), span_column(row.value)
+    if column is None and answer == "accept":  # Prodigy
+        return SpannedText(row.where, text, ())
     if column is None:
+        wrong = next((name for name in SPAN_COLUMNS if row.value.get(name) is not None), None)
+        if wrong is not None:
+            raise row.error(f"its {wrong} is of type {type(row.value[wrong]).__name__} instead of a list of spans")
         raise row.error("it has no list `spans`; write an empty list for a text without spans")
     return SpannedText(row.where, text, _checked(row, _spans(row.value[column])))
 
@@ -103,6 +114,9 @@ def _items(item: Any) -> Iterator[_Span]:
     if isinstance(item, dict) and isinstance(item.get("points"), list):
         for point in item["points"]:
             yield from _items({**item, **point, "points": None} if isinstance(point, dict) else point)
+    elif isinstance(item, dict) and type(item.get("offset")) is int and type(item.get("length")) is int:
+        end = item["offset"] + item["length"]
+        yield from _items({**item, "end": end, "length": None})
     elif isinstance(item, dict):
         start, end, label = (_first(item, names) for names in (_STARTS, _ENDS, _LABELS))
         extra = [f"{key} in a span" for key, value in item.items() if not is_empty(value)]
@@ -204,10 +218,12 @@ def unused_of_label_studio(row: Row, columns: Columns) -> Iterator[str]:
         yield "canceled annotations"
     if not is_empty(row.get("predictions")):
         yield "predictions"
-    for result in (done[0].get("result") or ()) if done else ():
+    results = done[0].get("result") if done else None
+    for result in results if isinstance(results, list) else ():
         value = result.get("value") if isinstance(result, dict) else None
         if not isinstance(value, dict) or _first(value, _STARTS) is None:
-            yield f"{result.get('type', 'results without a span')} in an annotation"
+            kind = result.get("type") if isinstance(result, dict) else None
+            yield f"{kind or 'a result without a span'} in an annotation"
     yield from dict.fromkeys(key for item in (_results(done[0]) if done else ()) for span in _items(item)
                              for key in span.unused)  # fmt: skip
     texts = [name for name, value in row["data"].items() if isinstance(value, str)]

@@ -207,7 +207,8 @@ def find_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns, s
             "is in CoNLL format, set data.tag_column to the number of the tags' column, or -1 for the last."
         )
     said = {path: found for path, layout in layouts.items() if path not in wrong and (found := layout.described())}
-    note = next((f"{path}: {found}" for path, found in said.items()), None)
+    distinct = {found: path for path, found in reversed(said.items())}
+    note = "; ".join(f"{path}: {found}" for found, path in reversed(distinct.items())) or None
     if not others or wrong or any(file_form(path) not in (*TABLES, ".txt", ".conll", None) for path in paths):
         return columns, note
     tags = {layout.tag for layout in layouts.values()}
@@ -220,9 +221,12 @@ def find_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns, s
 
 
 def _has_tagged_words(path: Path, layout: ConllLayout) -> bool:
-    """Returns whether a file looks like CoNLL: it has empty lines, and the first tag recurs with a different word."""
+    """Returns whether a file looks like CoNLL.
+
+    It has empty lines, and a header, entity tags, or the first tag recurs with a different word.
+    """
     first: tuple[str, str] | None = None
-    has_ends, is_repeated, at_start, at_header = False, False, True, layout.header
+    has_ends, is_repeated, at_start, at_header = False, layout.header or layout.has_entities, True, layout.header
     for line in islice(read_lines(path, blank=True), MAX_FIRST_LINES):
         columns = [] if line.problem else layout.columns(line.value)
         place = layout.place(columns)

@@ -188,6 +188,8 @@ class TagCorpus(TokenizedCorpus[TaggedWindows]):
 def open_tagged(name: str, data: TaggedDataConfig, notes: list[str]) -> Source:
     """Opens a dataset to evaluate on, in the same format as the run's. Reads files with unknown suffixes as CoNLL."""
     path, tag_column = local_path(name), data.tag_column
+    if path.is_file() and file_form(path) in (".json", ".jsonl", ".parquet"):  # formats may differ from training
+        tag_column = None
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
     settings, numbered = resolve_columns(

@@ -1,0 +1,339 @@
+"""Spans and tags are learned as their tools mean them, in every form, and what is not used is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.tags import TAGGED, untagged_text
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError, LeftOutError, SourceRow
+from sansgpu.data.settings import TaggedDataConfig
+from sansgpu.data.sources import open_sources
+from sansgpu.tasks.tokens.spans import spans_of
+from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged
+
+TEXT = "Maria lives in Porto."
+FOUND = ["Maria PER", "Porto LOC"]
+EMOJI = "😀 Call Maria in Porto."
+Learned = tuple[list[list[str]], list[str]]  # the spans of each text as "text label", and the messages
+
+
+def learned(rows: list[Any] | Path, **settings: Any) -> Learned:
+    """Reads rows or a file as task tokens does."""
+    report, notes = RowReport("fail"), list[str]()
+    data = TaggedDataConfig.model_validate({"dataset_name": str(rows), **settings})
+    if isinstance(rows, Path):
+        data, said = resolve_columns(data, TAGGED)
+        notes += [said] if said else []
+        opened = open_sources(DataConfig(dataset_name=str(rows), tag_column=data.tag_column)).train.rows()
+    else:
+        opened = iter([SourceRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1)])
+    texts = in_iob2(read_tagged(opened, report, data, "rows", notes), "rows", notes)
+    spans = [
+        [f"{text.text[text.starts[s.start] : text.ends[s.stop - 1]]} {s.label}" for s in spans_of(text.tags)]
+        for text in texts
+    ]
+    return spans, [*notes, *report.notes()]
+
+
+def one(row: Any, **settings: Any) -> tuple[list[str], list[str]]:
+    spans, notes = learned([row], **settings)
+    assert len(spans) == 1
+    return spans[0], notes
+
+
+def span(start: int, end: int, label: str = "PER", **more: Any) -> dict[str, Any]:
+    return {"start": start, "end": end, "label": label, **more}
+
+
+LISTS = [[0, 5, "PER"], [15, 20, "LOC"]]
+OBJECTS = [span(0, 5), span(15, 20, "LOC")]
+OFFSETS = [
+    {"id": n, "label": o["label"], "start_offset": o["start"], "end_offset": o["end"]} for n, o in enumerate(OBJECTS)
+]
+TOKENS = [{"id": 0, "text": "Maria", "start": 0, "end": 5}]
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"text": TEXT, "spans": OBJECTS}, ""),
+        ({"text": TEXT, "label": LISTS}, ""),  # doccano
+        ({"id": 1, "text": TEXT, "label": LISTS, "Comments": []}, "id in 1 row"),
+        ({"data": TEXT, "labels": LISTS}, ""),
+        ({"text": TEXT, "entities": OFFSETS, "relations": [1]}, "relations in 1 row, id in a span in 1"),
+        ({"text": TEXT, "entities": LISTS, "label": []}, ""),  # spaCy
+        ([TEXT, {"entities": LISTS}], ""),
+        ([TEXT, {"entities": LISTS, "cats": {"a": 1.0}}], "cats in 1 row"),
+        ([TEXT, LISTS], ""),
+        ({"classes": ["PER"], "annotations": [[TEXT, {"entities": LISTS}], None]}, ""),
+        ({"text": TEXT, "ents": OBJECTS, "sents": [span(0, 21)], "tokens": TOKENS}, "sents in 1 row"),
+        ({"text": TEXT, "spans": {"sc": OBJECTS}}, ""),
+        ({"text": TEXT, "spans": OBJECTS, "tokens": TOKENS, "answer": "accept"}, ""),  # Prodigy
+        ({"text": TEXT, "label": [{"start": 0, "end": 5, "text": "Maria", "labels": ["PER"]}, LISTS[1]]}, ""),
+        ({"text": TEXT, "entities": {"start": [0, 15], "end": [5, 20], "label": ["PER", "LOC"]}}, ""),
+        ({"text": TEXT, "entities": [{"entity": o["label"], "start": o["start"], "end": o["end"], "value": "x"}
+                                     for o in OBJECTS]}, "value in a span in 1 row"),  # Rasa
+        ({"content": TEXT, "annotation": [{"label": [o["label"]], "points": [
+            {"start": o["start"], "end": o["end"] - 1, "text": text}]} for o, text in
+            zip(OBJECTS, ("Maria", "Porto"), strict=True)], "extras": None}, ""),  # Dataturks
+        ({"text": TEXT, "entities": [{"type": o["label"], "offset": o["start"], "length": 5} for o in OBJECTS]}, ""),
+        ({"text": TEXT, "label": json.dumps(LISTS)}, ""),  # a cell of a table
+        ({"text": TEXT, "label": "[(0, 5, 'PER'), (15, 20, 'LOC')]"}, ""),
+        ({"tokenized_text": TEXT[:-1].split(), "ner": [[0, 0, "PER"], [3, 3, "LOC"]]}, ""),  # GLiNER
+        ({"tokens": TEXT[:-1].split(), "ner": [[3, 3, "LOC", 0.5], [0, 0, "PER"]]},
+         "further values in a span in 1 row"),
+        ({"tokens": TEXT[:-1].split(), "entities": [{"type": "PER", "start": 0, "end": 1},
+                                                    {"type": "LOC", "start": 3, "end": 4}], "orig_id": 7},
+         "orig_id in 1 row"),  # SpERT
+    ],
+)  # fmt: skip
+def test_spans_of_annotation_tools(row: Any, unused: str) -> None:
+    spans, notes = one(row)
+    assert spans == FOUND
+    assert [note for note in notes if "not used" in note] == ([f"not used: {unused}"] if unused else [])
+
+
+def studio(*annotations: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"data": {"text": TEXT}, "annotations": list(annotations), **more}
+
+
+def result(start: int, end: int, label: str, **more: Any) -> dict[str, Any]:
+    return {"type": "labels", "value": {"start": start, "end": end, "text": TEXT[start:end], "labels": [label], **more}}
+
+
+DONE = {"result": [result(0, 5, "PER"), result(15, 20, "LOC")]}
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        (studio(DONE), ""),
+        ({"data": {"review": TEXT, "id": "x"}, "completions": [DONE]}, "id in data in 1 row"),
+        (studio({**DONE, "was_cancelled": False}, {"result": []}), "further annotations in 1 row"),
+        (studio({"result": []}, {**DONE, "ground_truth": True}), "further annotations in 1 row"),
+        (studio({"result": [], "was_cancelled": True}, DONE), "canceled annotations in 1 row"),
+        (studio(DONE, predictions=[{"result": []}], id=5), "predictions in 1 row, id in 1"),
+        (studio({"result": [*DONE["result"], {"type": "relation"}, {"type": "choices", "value": {"choices": ["a"]}}]}),
+         "relation in an annotation in 1 row, choices in an annotation in 1"),
+        (studio({"result": [result(0, 5, "PER", labels=["PER", "ORG"]), DONE["result"][1]]}),
+         "further labels in a span in 1 row"),
+    ],
+)  # fmt: skip
+def test_an_annotation_of_label_studio(row: dict[str, Any], unused: str) -> None:
+    assert one(row) == (FOUND, [f"not used: {unused}"] if unused else [])
+
+
+def test_rows_that_annotators_left_out_are_counted() -> None:
+    row = {"text": TEXT, "spans": OBJECTS}
+    answers = ["accept", "reject", "ignore", "reject"]
+    spans, notes = learned([*({**row, "answer": answer} for answer in answers), {"text": "x", "answer": "accept"}])
+    assert spans == [FOUND, []]
+    assert notes == ["left out: 2 rows with `answer: reject`, 1 row with `answer: ignore`"]
+    canceled = studio({**DONE, "was_cancelled": True})
+    assert learned([studio(DONE), studio(), canceled])[1][0] == "left out: 2 rows without an annotation"
+    with pytest.raises(LeftOutError, match=r"line 1 is a row with `answer: reject`, which is left out"):
+        TAGGED.read(SourceRow("rows.jsonl, line 1", {**row, "answer": "reject"}))
+
+
+UTF16 = [
+    {"text": EMOJI, "spans": [span(8, 13), span(17, 22, "LOC")]},
+    {"text": "😀😀😀😀😀😀 Eva met Tom.", "spans": [span(13, 16), span(21, 24)]},
+    {"text": "Tomás moved to Lyon.", "spans": [span(0, 5), span(15, 19, "LOC")]},
+]
+NAMES = [["Maria PER", "Porto LOC"], ["Eva PER", "Tom PER"], ["Tomás PER", "Lyon LOC"]]
+
+
+def in_unit(rows: list[dict[str, Any]], encoding: str, width: int, inclusive: bool = False) -> list[dict[str, Any]]:
+    """Converts the offsets of rows, which count UTF-16 units, to those that count the units of an encoding."""
+
+    def converted(text: str, offset: int) -> int:
+        return len(text.encode("utf-16-le")[: 2 * offset].decode("utf-16-le").encode(encoding)) // width
+
+    return [
+        {"text": row["text"], "spans": [
+            {**one, "start": converted(row["text"], one["start"]),
+             "end": converted(row["text"], one["end"]) - inclusive} for one in row["spans"]]}
+        for row in rows
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("inclusive", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "encoding", "width", "name"),
+    [
+        ("characters", "utf-32-le", 4, "characters"),
+        ("utf16", "utf-16-le", 2, "UTF-16 units"),
+        ("bytes", "utf-8", 1, "UTF-8 bytes"),
+    ],
+)
+def test_what_offsets_count_is_recognized(unit: str, encoding: str, width: int, name: str, inclusive: bool) -> None:
+    rows = in_unit(UTF16, encoding, width, inclusive)
+    spans, notes = learned(rows)
+    assert spans == NAMES
+    last = ", and `end` is the last one" if inclusive else ""
+    usual = unit == "characters" and not inclusive
+    assert [note.partition(": so 6 of 6 fit their text or words")[0] for note in notes] == (
+        [] if usual else [f"rows: the offsets of spans count {name}{last}"]
+    )
+    assert usual or notes[0].endswith("data.span_offsets sets it.")
+    if not inclusive:
+        assert learned(rows, span_offsets=unit) == (NAMES, [])
+
+
+def test_the_text_of_spans_decides_where_every_character_is_a_word() -> None:
+    rows = [
+        {"text": "我在東京。", "spans": [span(2, 3, "LOC", text="東京")]},
+        {"text": "北京", "spans": [span(0, 1, "LOC")]},
+    ]
+    assert learned(rows)[0] == [["東京 LOC"], ["北京 LOC"]]
+    assert learned([{**row, "spans": [{**row["spans"][0], "text": None}]} for row in rows])[0] == [
+        ["東 LOC"],
+        ["北 LOC"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "spans"),
+    [
+        ([{"text": "Porto 😀", "spans": [span(0, 5)]}], [["Porto PER"]]),  # all units fit
+        ([{"text": "unhappy man", "spans": [span(2, 7)]}], [["unhappy PER"]]),
+        ([{"text": "Maria , Tom .", "spans": [span(0, 6), span(8, 12)]}], [["Maria PER", "Tom PER"]]),
+    ],
+)
+def test_offsets_are_characters_if_nothing_says_otherwise(rows: list[dict[str, Any]], spans: list[list[str]]) -> None:
+    found, notes = learned(rows)
+    assert found == spans
+    assert not any("offsets" in note for note in notes)
+
+
+def test_a_configured_unit_is_used_and_its_errors_name_it() -> None:
+    with pytest.raises(BadRowError, match=r"line 1: span 1 from 21 to 24 is empty or not within the 19 characters"):
+        learned(UTF16[1:2], span_offsets="characters")
+    with pytest.raises(BadRowError, match=r"span 0 from 1 to 8 is empty or not within the 26 UTF-8 bytes"):
+        learned([{"text": EMOJI.replace("Call", "Calls"), "spans": [span(1, 8)]}], span_offsets="bytes")
+    with pytest.raises(BadRowError, match="has the text 'Mario', but its UTF-16 units are 'Maria'"):
+        learned([*UTF16, {"text": EMOJI, "spans": [span(8, 13, text="Mario")]}])
+
+
+def test_the_outermost_of_nested_spans_is_learned() -> None:
+    text = "University of Porto here"
+    spans = [span(14, 19, "LOC"), span(0, 19, "ORG"), span(14, 24, "X"), span(0, 19, "ORG")]
+    found, notes = one({"text": text, "spans": spans})
+    assert found == ["University of Porto ORG"]
+    assert notes == [
+        "rows: 2 spans left out, because a longer one overlaps or has the same word; the outermost are learned."
+    ]
+    tokens = {"tokenized_text": text.split(), "ner": [[2, 2, "LOC"], [0, 2, "ORG"]]}
+    assert one(tokens) == (found, [notes[0].replace("2 spans", "1 span")])
+    assert one({"text": "unhappy", "spans": [span(0, 2, "A"), span(2, 7, "B")]})[0] == ["unhappy A"]
+
+
+def test_further_keys_of_spans_are_named() -> None:
+    row = {"text": TEXT, "spans": [span(0, 5, kind="x", score=0.5), span(15, 20, "LOC", kind="y")]}
+    assert learned([row, row])[1] == ["not used: kind in a span in 2 rows, score in a span in 2"]
+
+
+WORDS = ["Maria", "Silva", "left", "Porto"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "note"),
+    [
+        ("B-PER I-PER O B-LOC", ""),
+        ("I-PER I-PER O I-LOC", "IOB1"),
+        ("B-PER E-PER O S-LOC", "BIOES"),
+        ("B-PER L-PER O U-LOC", "tags such as L-PER are read as E-PER"),
+        ("B_PER I_PER O B_LOC", "tags such as B_PER are read as B-PER"),
+        ("PER-B PER-I O LOC-B", "tags such as PER-B are read as B-PER"),
+        ("B.PER I.PER O B.LOC", "tags such as B.PER are read as B-PER"),
+    ],
+)
+def test_tags_in_all_schemes_become_iob2(tags: str, note: str, tmp_path: Path) -> None:
+    for row in ({"tokens": WORDS, "tags": tags.split()}, {"words": WORDS, "labels": tags.split()},
+                {"tokens": " ".join(WORDS), "ner_tags": tags}, {"sentence": " ".join(WORDS), "tag": tags.split()},
+                {"tokens": WORDS, "upos": ["X"] * 4, "ner": tags.split()}):  # fmt: skip
+        spans, notes = one(row)
+        assert spans == ["Maria Silva PER", "Porto LOC"]
+        assert note in " ".join(notes)
+        assert ("not used: upos in 1 row" in notes) == ("upos" in row)
+    lines = "\n".join(map(" ".join, zip(WORDS, tags.split(), strict=True)))
+    (tmp_path / "a.conll").write_text(f"{lines}\n\n{lines}\n")
+    assert learned(tmp_path / "a.conll")[0] == [["Maria Silva PER", "Porto LOC"]] * 2
+
+
+def test_numbers_of_tags_have_names_or_a_note() -> None:
+    row = {"tokens": WORDS, "ner_tags": [1, 2, 0, 3]}
+    spans, notes = one(row)
+    assert spans_of(["1", "2", "O", "3"], entities=False)[0].label == "1"
+    assert notes[0].startswith("rows: the tags are numbers without names, so 0 is read as O")
+    assert "set data.labels to their names in order" in notes[0]
+    names = ["O", "B-PER", "I-PER", "B-LOC"]
+    spans, notes = one(row, labels=names)
+    assert spans == ["Maria Silva PER", "Porto LOC"]
+    assert "1 = B-PER" in notes[0]
+    with pytest.raises(BadRowError, match=r"line 1: its tag 3 has no name among the 3 of data\.labels"):
+        one(row, labels=names[:3])
+
+
+SENTENCES = [["Maria Silva PER"], ["Porto LOC"]]
+TABLES = {
+    "ner_dataset.csv": "Sentence #,Word,POS,Tag\nSentence: 1,Maria,NN,B-PER\n,Silva,NN,I-PER\n,\",\",P,O\n"
+                       "Sentence: 2,Porto,NN,B-LOC\n",
+    "filled.csv": "Sentence #,Word,Tag\nSentence: 1,Maria,B-PER\nSentence: 1,Silva,I-PER\nSentence: 2,Porto,B-LOC\n",
+    "numbered.tsv": "\tsentence_idx\tword\ttag\n0\t1\tMaria\tB-PER\n1\t1\tSilva\tI-PER\n2\t2\tPorto\tB-LOC\n",
+    "rows.jsonl": "\n".join(json.dumps({"sentence_id": n, "token": word, "ner": tag}) for n, word, tag in
+                            [(4, "Maria", "B-PER"), (4, "Silva", "I-PER"), (7, "Porto", "B-LOC")]),
+    "grouped.csv": "Sentence #,Sentence,Tag\n1,Maria Silva,\"['B-PER', 'I-PER']\"\n2,Porto,['B-LOC']\n",
+    "lists.csv": "tokens,ner_tags\nMaria Silva,B-PER I-PER\n['Porto'],['B-LOC']\n",
+    "spans.csv": "text,entities\nMaria Silva,\"[(0, 11, 'PER')]\"\nPorto,\"[[0, 5, \"\"LOC\"\"]]\"\n",
+    "gaps.csv": "Word,Tag\nMaria,B-PER\nSilva,I-PER\n\nPorto,B-LOC\nran,I-PER\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_words_are_joined_to_sentences(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(TABLES[name])
+    spans, notes = learned(tmp_path / name)
+    assert spans == (SENTENCES if name != "gaps.csv" else [SENTENCES[0], ["Porto LOC", "ran PER"]])
+    assert ("not used: POS in 2 rows" in notes) == (name == "ner_dataset.csv")
+
+
+def test_a_table_of_words_without_sentences_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("Word,Tag\nMaria,B-PER\nleft,O\n")
+    with pytest.raises(ConfigError, match=r"a\.csv .* has no header with the columns `sentence`, `word` and `tag`"):
+        learned(tmp_path / "a.csv")
+
+
+def test_documents_of_spacy_2_have_sentences() -> None:
+    tokens = [{"id": 0, "orth": "Maria", "tag": "NN", "ner": "U-PER"}, {"id": 1, "orth": "left", "ner": "-"}]
+    paragraph = {"raw": "Maria left", "sentences": [{"tokens": tokens}, {"tokens": tokens[1:]}]}
+    spans, notes = learned([{"id": 3, "paragraphs": [paragraph, paragraph]}])
+    assert spans == [["Maria PER"], []] * 2
+    assert "not used: tag in a token in 2 rows" in notes
+    for broken in ({"paragraphs": []}, {"paragraphs": [{"raw": "a"}]}, {"paragraphs": [{"sentences": [1]}]}):
+        with pytest.raises(BadRowError, match="line 1"):
+            learned([broken])
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (studio(DONE), TEXT),
+        ([TEXT, {"entities": LISTS}], TEXT),
+        ({"data": TEXT, "label": LISTS}, TEXT),
+        ({"tokenized_text": WORDS, "ner": []}, " ".join(WORDS)),
+        ({"words": WORDS}, " ".join(WORDS)),
+        ({"text": TEXT, "tokens": TOKENS}, TEXT),
+        ({"Word": "Maria", "Tag": "O"}, "Maria"),
+    ],
+)
+def test_rows_to_predict_have_the_same_forms(row: Any, text: str) -> None:
+    (single,) = TAGGED.single_rows([SourceRow("rows.jsonl, line 1", row)])
+    assert untagged_text(single).text == text
