@@ -40,6 +40,13 @@ def split_facts(look: DataLook) -> Facts:
     return facts + [("note", note) for note in look.notes]
 
 
+def look_lines(look: DataLook) -> list[str]:
+    """Returns the facts on rows and columns as lines of text."""
+    return [
+        line for name, text in split_facts(look)[1:] for line in f"{name}: {text}".replace("\n", "\n  ").splitlines()
+    ]
+
+
 def _task(look: DataLook) -> str:
     if not look.task_is_guessed:
         return look.task
@@ -55,7 +62,8 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
         yield "used", _listed(split.used) or "nothing"
         yield "not used", _listed(split.not_used) or "nothing"
     if skipped := split.rows - split.usable:
-        lines = [f"{skipped:,} of {counted(split.rows, 'row')} (a run stops at them, or set data.on_bad_row to skip)"]
+        effect = "data.on_bad_row: fail stops a run at them, skip leaves them out"
+        lines = [f"{skipped:,} of {counted(split.rows, 'row')} ({effect})"]
         lines += [f"{one.rows:,}: {one.first}" for one in split.left_out]
         if others := skipped - sum(one.rows for one in split.left_out):
             lines.append(f"{others:,} for other reasons")

@@ -107,9 +107,8 @@ def _tagged(row: TaggedText) -> Iterator[dict[str, Any]]:
 
 def _question(row: Question) -> Iterator[dict[str, Any]]:
     starts, texts = [start for start, _ in row.answers], [text for _, text in row.answers]
-    columns = {"question": row.question, "context": row.context, "answers": {"text": texts, "answer_start": starts}}
-    yield columns  # without an id, the place of the row is its id
-    yield {"id": row.id, **columns}
+    answers = {"text": texts, "answer_start": starts}
+    yield {"id": row.id, "question": row.question, "context": row.context, "answers": answers}
 
 
 def _graph_text(row: GraphDocument) -> Iterator[dict[str, Any]]:

@@ -151,7 +151,7 @@ class SplitFacts:
         if self._texts or not self._hashes:
             self._hash()
         contents = np.concatenate([found.content for found in self._hashes])
-        return DocumentHashes(contents, np.concatenate([found.signatures for found in self._hashes]))  # type: ignore[arg-type]
+        return DocumentHashes(contents, np.concatenate([found.signatures for found in self._hashes]))
 
     def look(self, name: str, part: str) -> SplitLook:
         not_used = self.report.unused
