@@ -37,7 +37,7 @@ def _names(columns: tuple[str, ...]) -> str:
 def write(page: Path) -> None:
     before, after = page.read_text(encoding="utf-8").split(FIRST_LINE)
     rest = after.split("\n\n", 1)[1]
-    page.write_text("\n".join([before + next(lines := table()), *lines]) + "\n\n" + rest, encoding="utf-8")
+    page.write_text(before + "\n".join(table()) + "\n\n" + rest, encoding="utf-8")
 
 
 def main() -> None:

@@ -9,12 +9,11 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import same_content
 from sansgpu.data.sources import open_sources
 from sansgpu.jobs.data import DataRequest, guess_tasks, look
-from sansgpu.tasks.configuration import DataConfig
 from tests.processes import Captured, options, write_rows
 from tests.tasks.folders import labeled_rows, model_folder, squad
 

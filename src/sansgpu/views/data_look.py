@@ -36,7 +36,7 @@ def split_facts(look: DataLook) -> Facts:
     for split in look.splits:
         facts += [(name if split.part == "training" else f"{split.part} {name}", text) for name, text in _split(split)]
     if look.held_out is not None and look.splits[0].rows:
-        facts.append(("validation", f"{look.held_out:.3g} of the data will be held out (data.validation_split)"))
+        facts.append(("validation", f"{100 * look.held_out:.3g}% of the data will be held out (data.validation_split)"))
     return facts + [("note", note) for note in look.notes]
 
 
@@ -107,7 +107,8 @@ def _repetition(found: Repetition) -> str:
 
 
 def _lengths(found: LengthLook) -> str:
-    share = "" if found.learned_share is None else f"; {found.learned_share:.1%} of them are learned"
+    what = "the tokens are" if found.unit == "tokens" else "the text is"
+    share = "" if found.learned_share is None else f"; {found.learned_share:.1%} of {what} learned"
     lines = [
         f"{found.shortest:,} to {found.longest:,} {found.unit}, half of the {found.examples:,} measured texts up to "
         f"{found.median:,}{share}"

@@ -23,8 +23,8 @@ from sansgpu.data.rows import BadRowError, SourceRow
 _NOT_CONTENT = ("where", "moved_spans")
 
 
-def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> dict[str, Any]:
-    """Returns the columns of a row in the canonical form, from which its task reads an equal typed row.
+def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> Any:
+    """Returns the value of a row in the canonical form, from which its task reads an equal typed row.
 
     A row for which the canonical form has no place keeps its own columns.
     """
@@ -34,7 +34,7 @@ def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> dict[str, An
                 return candidate
         except BadRowError:
             continue
-    return dict(row.value)
+    return row.value
 
 
 def same_content(one: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ from sansgpu.data.preview.facts import (
     scripts_of,
 )
 from sansgpu.data.preview.look import DataLook, LabelLook, LengthLook, RowExample, ScoreLook
-from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.data.rows import BadRowError, SourceRow, is_text
 from sansgpu.data.sources import Source, local_files
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress, ignore_progress
@@ -230,8 +230,7 @@ class _Look:
         ):
             for one in read:
                 if isinstance(one, ReadRow):
-                    row = canonical_row(self._forms, one.row, one.typed)
-                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                    file.write(_json_line(canonical_row(self._forms, one.row, one.typed)))
 
     def _require_rows(self, train: SplitFacts) -> None:
         """Raises ConfigError if there is nothing to show, or not the requested row."""
@@ -306,6 +305,12 @@ class _Look:
         counts = Counter(name for text in texts for name in text.labels)
         mapping = tuple((name, counts[name]) for name in labels.names)
         return LabelLook(labels.kind, "rows", mapping, True, labels.note, different)
+
+
+def _json_line(row: Any) -> str:
+    """Returns a row as a line of JSON, with escapes only if it has unpaired surrogates, which UTF-8 cannot encode."""
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return (text if is_text(text) else json.dumps(row, default=str)) + "\n"
 
 
 def _scores(train: SplitFacts) -> ScoreLook | None:

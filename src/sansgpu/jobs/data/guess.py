@@ -128,14 +128,14 @@ def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> tuple[
     unused, missing, valid, name = 0, 0, 0, ""
     for row in sample:
         try:
-            form = forms.form_of(row, columns)
             forms.read(row, columns)
         except BadRowError:
             continue
         valid += 1
-        unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
-        missing += _is_incomplete(form, row, forms)
-        name = name or form.name
+        if (form := forms.form_of(row.value, columns)) is not None:
+            unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
+            missing += _is_incomplete(form, row, forms)
+            name = name or form.name
     if valid < max(1, MIN_VALID * len(sample)):
         return None
     return (round(unused / valid, 1), round(missing / valid, 1), -valid / len(sample)), name
