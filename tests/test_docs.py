@@ -13,6 +13,7 @@ import pytest
 from sansgpu import __version__
 from sansgpu.config import Config
 from sansgpu.config.section import all_keys
+from sansgpu.data.forms.registry import FORMS
 from sansgpu.tasks.configuration import SCHEMA
 from tests.processes import environment, finish, fork_server, settings, write_corpus
 from tests.project import PROJECT, ROOT
@@ -83,6 +84,17 @@ def test_the_configuration_page_lists_every_key_once_with_its_default_and_meanin
     assert cells["training.warmup_steps"][0].startswith("`10`<br>`graph` without `model.name_or_path`: `50`")
     assert "`cosine`" in cells["training.lr_scheduler"][1]
     assert not [key for key, (default, _) in cells.items() if "null" in default]
+
+
+def test_the_page_about_data_lists_every_form(tmp_path: Path) -> None:
+    """`python -m tools.forms_page docs/data.md` updates the table of the page. Another test reads each example."""
+    page = ROOT / "docs/data.md"
+    shutil.copy2(page, tmp_path)
+    subprocess.run([sys.executable, "-m", "tools.forms_page", str(tmp_path / page.name)], cwd=ROOT, check=True)
+    text = page.read_text(encoding="utf-8")
+    assert text == (tmp_path / page.name).read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\|[^|]*\|[^|]*\| `\{", text, re.MULTILINE)
+    assert len(rows) == sum(len(forms.forms) for forms in FORMS.values()) > 20
 
 
 def test_the_page_of_commands_is_that_of_the_commands() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from sansgpu.cli.options import (
     suggest,
     with_fields,
 )
+
+if TYPE_CHECKING:
+    from sansgpu.config.schema import Config
 
 _EXAMPLES = "Examples"
 
@@ -77,3 +80,16 @@ def data(given: _DataOptions) -> None:
             complain(f"written to {path}")
     if given.row is None and not given.all_rows:
         suggest("init", "--text", given.data, "--task", found.task)
+
+
+def data_lines(config: Config) -> list[str]:
+    """Returns lines on the forms, columns and invalid rows of a run's data, unless they are not read from rows."""
+    from sansgpu.config import SansGPUError
+    from sansgpu.jobs.data import look_briefly
+    from sansgpu.views.data_look import look_lines
+
+    try:
+        found = look_briefly(config)
+    except SansGPUError:  # the run has read its data in another way, e.g. from a teacher's folder
+        return []
+    return [] if found is None else look_lines(found)

@@ -15,6 +15,7 @@ from sansgpu.cli.options import (
     JsonOption,
     OverrideOption,
     checked_config,
+    complain,
     flag,
     number_option,
     option,
@@ -186,7 +187,6 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     from sansgpu.jobs.corpora import SHORT_NAMES
     from sansgpu.jobs.init import DEFAULT_HOURS, PURPOSES, InitAnswers, parse_hours, purposes_of
     from sansgpu.jobs.init import require_text as check_text
-    from sansgpu.tasks.configuration import DEFAULT_TASK
 
     text, task, model, hours, cores, memory = (
         given.text, given.task, given.model, given.hours, given.cores, given.memory
@@ -202,7 +202,8 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
         lines = "\n".join(
             f"  {name:<{width}}  {PURPOSES[name].words}; requires {PURPOSES[name].rows}" for name in tasks
         )
-        task = ask("--task", f"What should the model do?\n{lines}\nTask", DEFAULT_TASK, _one_of(tasks))
+        proposed = _proposed_task(text, tasks)
+        task = ask("--task", f"What should the model do?\n{lines}\nTask", proposed, _one_of(tasks))
     base = PURPOSES[task].model if task in PURPOSES else None
     if base and model is None:
         model = ask("--model", "Which model to start from? A folder, a GGUF file or a Hub name", base, lambda _: None)
@@ -213,6 +214,27 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     if cores is None and memory is None:
         cores, memory = _machine(ask)
     return InitAnswers(text, task, parse_hours(hours), model, cores, None if memory is None else _bytes(memory))
+
+
+def _proposed_task(text: str, tasks: list[str]) -> str:
+    """Returns the one of `tasks` that fits the first rows of the data best, and prints why."""
+    from sansgpu.config import ConfigError
+    from sansgpu.config.paths import BUILT_IN_NAMES
+    from sansgpu.jobs.corpora import corpus_named
+    from sansgpu.jobs.data import guess_tasks
+    from sansgpu.tasks.configuration import DEFAULT_TASK
+
+    if text in BUILT_IN_NAMES or corpus_named(text):
+        return DEFAULT_TASK
+    try:
+        fit = next((fit for fit in guess_tasks(text) if fit.task in tasks), None)
+    except ConfigError as error:
+        warn(f"{str(error).rstrip('.')}; task {DEFAULT_TASK} is proposed.")
+        fit = None
+    if fit is None:
+        return DEFAULT_TASK
+    complain(f"{text}: rows with {fit.form}, for task {fit.task}; `sansgpu data {text}` shows them.")
+    return fit.task
 
 
 def _machine(ask: Ask) -> tuple[int | None, str | None]:

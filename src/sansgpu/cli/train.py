@@ -235,11 +235,13 @@ def _without(arguments: list[str], option: str) -> list[str]:
 def _print_dry_run(run: Any) -> None:
     import yaml
 
+    from sansgpu.cli.data import data_lines
     from sansgpu.config import acting_values
 
     environment = run.execution.environment()
     sections = {"output_dir": str(run.paths.root), "environment": environment, "run": run.facts()}
     show(yaml.safe_dump({"config": acting_values(run.config), **sections}, sort_keys=False), end="")
+    show("".join(f"# data {line}\n" for line in data_lines(run.config)), end="")
     if (preview := run.corpus.preview()) is not None:
         show("# First training example. Tokens that count toward the loss are between ⟦ and ⟧:")
         show("".join(f"# {line}\n" for line in preview.splitlines()), end="")

@@ -36,8 +36,15 @@ def split_facts(look: DataLook) -> Facts:
     for split in look.splits:
         facts += [(name if split.part == "training" else f"{split.part} {name}", text) for name, text in _split(split)]
     if look.held_out is not None and look.splits[0].rows:
-        facts.append(("validation", f"{look.held_out:.3g} of the data will be held out (data.validation_split)"))
+        facts.append(("validation", f"{100 * look.held_out:.3g}% of the data will be held out (data.validation_split)"))
     return facts + [("note", note) for note in look.notes]
+
+
+def look_lines(look: DataLook) -> list[str]:
+    """Returns the facts on rows and columns as lines of text."""
+    return [
+        line for name, text in split_facts(look)[1:] for line in f"{name}: {text}".replace("\n", "\n  ").splitlines()
+    ]
 
 
 def _task(look: DataLook) -> str:
@@ -55,7 +62,8 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
         yield "used", _listed(split.used) or "nothing"
         yield "not used", _listed(split.not_used) or "nothing"
     if skipped := split.rows - split.usable:
-        lines = [f"{skipped:,} of {counted(split.rows, 'row')} (a run stops at them, or set data.on_bad_row to skip)"]
+        effect = "data.on_bad_row: fail stops a run at them, skip leaves them out"
+        lines = [f"{skipped:,} of {counted(split.rows, 'row')} ({effect})"]
         lines += [f"{one.rows:,}: {one.first}" for one in split.left_out]
         if others := skipped - sum(one.rows for one in split.left_out):
             lines.append(f"{others:,} for other reasons")
@@ -99,7 +107,8 @@ def _repetition(found: Repetition) -> str:
 
 
 def _lengths(found: LengthLook) -> str:
-    share = "" if found.learned_share is None else f"; {found.learned_share:.1%} of them are learned"
+    what = "the tokens are" if found.unit == "tokens" else "the text is"
+    share = "" if found.learned_share is None else f"; {found.learned_share:.1%} of {what} learned"
     lines = [
         f"{found.shortest:,} to {found.longest:,} {found.unit}, half of the {found.examples:,} measured texts up to "
         f"{found.median:,}{share}"

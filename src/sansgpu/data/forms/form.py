@@ -87,24 +87,23 @@ class Forms(Generic[T_co]):
 
         Raises BadRowError if the row has none of the forms or is invalid.
         """
-        return self.read_as(self.form_of(row, columns), row, columns, report)
-
-    def read_as(self, form: Form[T_co], row: SourceRow, columns: Columns, report: RowReport | None) -> T_co:
-        """Returns the content of a row of a known form; see `read`."""
         row = self._in_column(row)
-        content = form.read(row, columns)
-        if report is not None:
-            report.not_used(form.unused_parts(row.value, columns))
-        return content
-
-    def form_of(self, row: SourceRow, columns: Columns = USUAL) -> Form[T_co]:
-        """Returns the form of a row. Raises BadRowError if it has none."""
-        given = self._in_column(row).columns(self.needed)
-        form = next((form for form in self.forms if form.fits(given, columns)), None)
+        given = row.columns(self.needed)
+        form = self.form_of(given, columns)
         if form is None:
             names = column_names({name: value for name, value in given.items() if value is not None})
             raise row.error(f"it has {names or 'no columns'}, but needs {self.needed}")
-        return form
+        content = form.read(row, columns)
+        if report is not None:
+            report.not_used(form.unused_parts(given, columns))
+        return content
+
+    def form_of(self, value: Any, columns: Columns = USUAL) -> Form[T_co] | None:
+        """Returns the form that reads the value of a row, or None if there is none or the value has no columns."""
+        given = self._in_column(SourceRow("", value)).value
+        if not isinstance(given, dict):
+            return None
+        return next((form for form in self.forms if form.fits(given, columns)), None)
 
     def _in_column(self, row: SourceRow) -> SourceRow:
         """Returns a row that is the value of a column alone, such as a list of turns, as a row with this column."""

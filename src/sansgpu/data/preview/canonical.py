@@ -23,8 +23,8 @@ from sansgpu.data.rows import BadRowError, SourceRow
 _NOT_CONTENT = ("where", "moved_spans")
 
 
-def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> dict[str, Any]:
-    """Returns the columns of a row in the canonical form, from which its task reads an equal typed row.
+def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> Any:
+    """Returns the value of a row in the canonical form, from which its task reads an equal typed row.
 
     A row for which the canonical form has no place keeps its own columns.
     """
@@ -34,7 +34,7 @@ def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> dict[str, An
                 return candidate
         except BadRowError:
             continue
-    return dict(row.value)
+    return row.value
 
 
 def same_content(one: Any, other: Any) -> bool:
@@ -107,9 +107,8 @@ def _tagged(row: TaggedText) -> Iterator[dict[str, Any]]:
 
 def _question(row: Question) -> Iterator[dict[str, Any]]:
     starts, texts = [start for start, _ in row.answers], [text for _, text in row.answers]
-    columns = {"question": row.question, "context": row.context, "answers": {"text": texts, "answer_start": starts}}
-    yield columns  # without an id, the place of the row is its id
-    yield {"id": row.id, **columns}
+    answers = {"text": texts, "answer_start": starts}
+    yield {"id": row.id, "question": row.question, "context": row.context, "answers": answers}
 
 
 def _graph_text(row: GraphDocument) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,7 @@ Parts = tuple[ExamplePart, ...]
 
 def parts_of(typed: Any) -> Parts:
     """Returns the parts of a typed row."""
-    return tuple(_PARTS[type(typed)](typed))
+    return tuple(_PARTS.get(type(typed), _any_row)(typed))
 
 
 def text_in(parts: Parts) -> str:
@@ -73,6 +73,11 @@ def plain(name: str, text: str, learned: bool = False) -> ExamplePart:
 def target(name: str, text: str) -> ExamplePart:
     """Returns a part with what the model predicts."""
     return ExamplePart(name, (TextSegment(text, True),), is_target=True)
+
+
+def _any_row(typed: Any) -> Iterator[ExamplePart]:
+    """Yields a row of a task outside the package."""
+    yield plain("row", str(typed))
 
 
 def _document(text: str) -> Iterator[ExamplePart]:

@@ -23,7 +23,7 @@ from sansgpu.data.forms.tags import TaggedText
 from sansgpu.data.preview.example import Parts, answers_in, learned_length, parts_of, tagged_spans, text_in
 from sansgpu.data.preview.look import AnswerLook, LeftOut, LengthLook, Repetition, SplitLook
 from sansgpu.data.row_report import RowReport
-from sansgpu.data.rows import ROW_REMEDY, BadRowError, SourceRow
+from sansgpu.data.rows import ROW_REMEDY, BadRowError, Row, SourceRow, is_text
 from sansgpu.data.tables import Columns
 
 HASHED_ROWS = 1000  # rows that are hashed at a time
@@ -88,13 +88,15 @@ class SplitFacts:
 
     def _read(self, row: SourceRow, forms: Forms[Any], columns: Columns) -> ReadRow | BadRowError:
         try:
-            form = forms.form_of(row, columns)
-            typed = forms.read_as(form, row, columns, self.report)
+            typed = forms.read(row, columns, self.report)
         except BadRowError as error:
             self._leave_out(row.where, str(error))
             return error
-        self.columns.update(str(name) for name, value in row.value.items() if not is_empty(value))
-        return self._add(ReadRow(self.rows, row, _name(form, row), typed))
+        given = row.value if isinstance(row.value, dict) else {}
+        for name, value in given.items():
+            if not is_empty(value):
+                self.columns[_valid(str(name))] += 1
+        return self._add(ReadRow(self.rows, row, _name(forms.form_of(given, columns), given), typed))
 
     def _leave_out(self, where: str, message: str) -> None:
         reason = message.removeprefix(where).removesuffix(ROW_REMEDY)
@@ -151,10 +153,10 @@ class SplitFacts:
         if self._texts or not self._hashes:
             self._hash()
         contents = np.concatenate([found.content for found in self._hashes])
-        return DocumentHashes(contents, np.concatenate([found.signatures for found in self._hashes]))  # type: ignore[arg-type]
+        return DocumentHashes(contents, np.concatenate([found.signatures for found in self._hashes]))
 
     def look(self, name: str, part: str) -> SplitLook:
-        not_used = self.report.unused
+        not_used = {_valid(name): count for name, count in self.report.unused.items()}
         used = {column: count - not_used.get(column, 0) for column, count in self.columns.items()}
         return SplitLook(
             name,
@@ -170,10 +172,16 @@ class SplitFacts:
         )
 
 
-def _name(form: Form[Any], row: SourceRow) -> str:
+def _valid(name: str) -> str:
+    """Replaces unpaired surrogates in the name of a column, which cannot be written."""
+    return name if is_text(name) else name.encode(errors="replace").decode()
+
+
+def _name(form: Form[Any] | None, row: Row) -> str:
     """Returns the columns of a form that a row has; the form may read other names of them."""
-    present = [key for key in (*form.keys, *form.optional) if not is_empty(row.value.get(key))]
-    return " + ".join(present) or form.name
+    if form is None:
+        return "no columns"
+    return " + ".join(key for key in (*form.keys, *form.optional) if not is_empty(row.get(key))) or form.name
 
 
 def repetition(train: SplitFacts, validation: SplitFacts | None) -> Repetition:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sansgpu.config import ConfigError, Override, SansGPUError, change_config
-from sansgpu.config.schema import Config
+from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.wording import truncate
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.registry import FORMS
@@ -28,13 +28,13 @@ from sansgpu.data.preview.facts import (
     scripts_of,
 )
 from sansgpu.data.preview.look import DataLook, LabelLook, LengthLook, RowExample, ScoreLook
-from sansgpu.data.rows import BadRowError, SourceRow
-from sansgpu.data.sources import Source
+from sansgpu.data.rows import BadRowError, SourceRow, is_text
+from sansgpu.data.sources import Source, local_files
 from sansgpu.data.tables import Columns
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
-from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, rows_of
+from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
 from sansgpu.tasks.classify.labels import find_labels
 from sansgpu.tasks.configuration import SCHEMA, as_config
 from sansgpu.views.data_look import look_page
@@ -92,31 +92,35 @@ def write_page(found: DataLook, path: Path) -> None:
         write_text(path, look_page(found))
 
 
-def look_briefly(config: Config) -> DataLook:
-    """Returns the forms, columns and rows that are left out of a run's data, from the first `DRY_RUN_ROWS` rows."""
-    request = DataRequest(config.data.dataset_name, config.task)
-    return _Look(config, request, lambda *_: None, brief=True).found()
+def look_briefly(config: Config) -> DataLook | None:
+    """Returns the forms, columns and invalid rows of a run's data, of which it reads at most `DRY_RUN_ROWS` rows.
+
+    Returns None if the run reads no rows, or would have to download them.
+    """
+    if config.outside_class or config.settings.rows not in FORMS or not local_files(config.data, text_rows=True):
+        return None
+    found = _Look(config, DataRequest(config.data.dataset_name, config.task), ignore_progress, brief=True)
+    return None if found.has_documents else found.found()
 
 
-def guess_task(data: str) -> TaskFit:
-    """Returns the task that uses most of a dataset's columns. Raises ConfigError if no task reads its rows."""
-    return _fits(DataRequest(data))[0]
+def guess_tasks(data: str) -> list[TaskFit]:
+    """Returns the tasks that use most of a dataset's columns, the best first. Raises ConfigError if there are none."""
+    return _fits(DataRequest(data))
 
 
 def _fits(request: DataRequest) -> list[TaskFit]:
-    data = SCHEMA.section_class("data")(dataset_name=request.data)
-    chosen = [override for override in request.overrides if _key(override).startswith("data.")]
-    if chosen:
-        # Any task accepts the keys that select columns; others are checked when the task is known.
-        changed = as_config(
-            {"task": "classify", "model": {"name_or_path": NO_MODEL}, "data": {"dataset_name": request.data}}
-        )
-        data = change_config(changed, chosen).data
-    return fitting_tasks(OpenedData(data), request.data)
+    return fitting_tasks(OpenedData(_data_settings(request)), request.data)
 
 
-def _key(override: Override) -> str:
-    return (override if isinstance(override, str) else override[0]).partition("=")[0]
+def _data_settings(request: DataRequest) -> DataConfig:
+    """Returns the settings of the data without knowing the task: those of the first task that has all given keys."""
+    problems: list[ConfigError] = []
+    for task in SCHEMA.tasks.tasks:
+        try:
+            return _config(replace(request, model=None), task).data
+        except ConfigError as error:
+            problems.append(error)
+    raise problems[0]
 
 
 def _config(request: DataRequest, task: str) -> Config:
@@ -140,6 +144,11 @@ class _Look:
         self._notes = [note] if note else []
         self._examples: list[RowExample] = []
         self._tokenized: TokenizedParts | None = None
+
+    @property
+    def has_documents(self) -> bool:
+        """True if the data are texts without columns."""
+        return has_documents(self._sources.train, self._kind)
 
     def found(self) -> DataLook:
         if self._request.model is not None:
@@ -221,8 +230,7 @@ class _Look:
         ):
             for one in read:
                 if isinstance(one, ReadRow):
-                    row = canonical_row(self._forms, one.row, one.typed)
-                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                    file.write(_json_line(canonical_row(self._forms, one.row, one.typed)))
 
     def _require_rows(self, train: SplitFacts) -> None:
         """Raises ConfigError if there is nothing to show, or not the requested row."""
@@ -297,6 +305,12 @@ class _Look:
         counts = Counter(name for text in texts for name in text.labels)
         mapping = tuple((name, counts[name]) for name in labels.names)
         return LabelLook(labels.kind, "rows", mapping, True, labels.note, different)
+
+
+def _json_line(row: Any) -> str:
+    """Returns a row as a line of JSON, with escapes only if it has unpaired surrogates, which UTF-8 cannot encode."""
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return (text if is_text(text) else json.dumps(row, default=str)) + "\n"
 
 
 def _scores(train: SplitFacts) -> ScoreLook | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
@@ -59,7 +60,7 @@ class OpenedData:
 def rows_of(source: Source, kind: str, columns: Columns) -> Iterator[SourceRow]:
     """Yields the rows of a source, as the tasks that read this kind of rows see them."""
     paths = list(source.files.values())
-    if kind == "texts" and not all(_has_rows(suffix, path) for suffix, path in _one_of_each_suffix(source)):
+    if has_documents(source, kind):
         yield from _documents(source)
     elif kind == "graphs" and any(has_bare_triples(path, columns) for path in paths):
         for path in paths:
@@ -68,11 +69,13 @@ def rows_of(source: Source, kind: str, columns: Columns) -> Iterator[SourceRow]:
         yield from source.rows()
 
 
-def _one_of_each_suffix(source: Source) -> list[tuple[str | None, Any]]:
-    return list({file_form(path): path for path in source.files.values()}.items())
+def has_documents(source: Source, kind: str) -> bool:
+    """Returns whether a source of texts has files without rows, such as plain text."""
+    one_of_each_suffix = {file_form(path): path for path in source.files.values()}
+    return kind == "texts" and not all(map(_has_rows, one_of_each_suffix.values()))
 
 
-def _has_rows(suffix: str | None, path: Any) -> bool:
+def _has_rows(path: Path) -> bool:
     try:
         next(read_rows(path), None)
     except BadRowError:
@@ -83,33 +86,35 @@ def _has_rows(suffix: str | None, path: Any) -> bool:
 
 
 def _documents(source: Source) -> Iterator[SourceRow]:
-    text, number = "", 1
+    texts, number = list[str](), 1
     for piece in source.read():
-        text += piece.text
+        texts.append(piece.text)
         if piece.ends_document:
-            yield SourceRow(f"{source.name}, document {number}", {"text": text})
-            text, number = "", number + 1
+            yield SourceRow(f"{source.name}, document {number}", {"text": "".join(texts)})
+            texts, number = [], number + 1
 
 
 def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
     """Returns the tasks that use most of the columns, the best first. Raises ConfigError if no task reads the rows."""
     found: list[tuple[tuple[Any, ...], list[TaskFit]]] = []
     problems: list[ConfigError] = []
-    sample: list[SourceRow] = []
+    seen: list[SourceRow] = []
     for place, kind in enumerate((*ORDER, *(kind for kind in FORMS if kind not in ORDER))):
+        sample: list[SourceRow] = []
         try:
             sources, data, _ = opened.open(kind)
             columns = Columns.of(data)
-            sample = list(islice(FORMS[kind].single_rows(rows_of(sources.train, kind, columns)), GUESSED_ROWS))
-        except ConfigError as error:
+            for row in islice(FORMS[kind].single_rows(rows_of(sources.train, kind, columns)), GUESSED_ROWS):
+                sample.append(row)
+        except ConfigError as error:  # with a damaged file, the rows before the damage are used
             problems.append(error)
-            continue
-        if (fit := _fit(FORMS[kind], sample, columns)) is not None:
+        seen = sample or seen
+        if sample and (fit := _fit(FORMS[kind], sample, columns)) is not None:
             quality, form = fit
             tasks = [TaskFit(task, form) for task, settings in SCHEMA.tasks.tasks.items() if settings.rows == kind]
             found.append(((*quality, place), tasks))
     if not found:
-        raise _nothing_fits(name, sample, problems)
+        raise _nothing_fits(name, seen, problems)
     found.sort(key=lambda one: one[0])
     fewest_unused = found[0][0][0]
     return [fit for quality, fits in found if quality[0] == fewest_unused for fit in fits]
@@ -123,14 +128,14 @@ def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> tuple[
     unused, missing, valid, name = 0, 0, 0, ""
     for row in sample:
         try:
-            form = forms.form_of(row, columns)
             forms.read(row, columns)
         except BadRowError:
             continue
         valid += 1
-        unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
-        missing += _is_incomplete(form, row, forms)
-        name = name or form.name
+        if (form := forms.form_of(row.value, columns)) is not None:
+            unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
+            missing += _is_incomplete(form, row, forms)
+            name = name or form.name
     if valid < max(1, MIN_VALID * len(sample)):
         return None
     return (round(unused / valid, 1), round(missing / valid, 1), -valid / len(sample)), name

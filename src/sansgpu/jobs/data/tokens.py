@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -42,7 +42,8 @@ class TokenizedParts:
     def __init__(self, config: Config) -> None:
         self.tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         self.max_length = longest_example(config, self.tokenizer) if config.data.max_length else None
-        self._special = set(self.tokenizer.all_special_ids)
+        added = self.tokenizer.added_tokens_decoder.items()
+        self._special = {*self.tokenizer.all_special_ids, *(token for token, content in added if content.special)}
         self._by_type: dict[type, Callable[[Any], Iterator[ExamplePart]]] = {
             str: self._document,
             Conversation: self._conversation,
@@ -126,16 +127,18 @@ class TokenizedParts:
             if number is None:
                 yield _Token(self.tokenizer.convert_ids_to_tokens(token), True, "")
                 continue
-            text, is_last = texts[number], number == len(texts) - 1
+            text, marked = texts[number], spans if number == len(texts) - 1 else ()
             if start > reached[number]:
-                yield _Token(text[reached[number] : start], False, _label_at(reached[number], spans if is_last else ()))
+                gap = reached[number], start
+                yield _Token(text[slice(*gap)], False, _label_of(*gap, marked))
             if token == unknown:
                 yield _Token(self.tokenizer.unk_token, True, "")
             elif end > reached[number]:
                 first = max(start, reached[number])
-                yield _Token(text[first:end], False, _label_at(first, spans if is_last else ()))
+                yield _Token(text[first:end], False, _label_of(first, end, marked))
             reached[number] = max(reached[number], end)
 
 
-def _label_at(place: int, spans: Iterable[tuple[int, int, str]]) -> str:
-    return next((label for start, end, label in spans if start <= place < end), "")
+def _label_of(start: int, end: int, spans: Spans) -> str:
+    """Returns the label of the span that shares a character with [start, end), as a byte-level token " Ada" does."""
+    return next((label for first, last, label in spans if first < end and start < last), "")
