@@ -19,10 +19,12 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, conll_columns
+from sansgpu.data.formats.names import TABLES
+from sansgpu.data.formats.opening import suffix_of
 from sansgpu.data.forms.form import Form, Forms, any_row
-from sansgpu.data.lines import read_lines, suffix_of
+from sansgpu.data.lines import read_lines
 from sansgpu.data.rows import Row, SourceRow, TypedRow, column_names
-from sansgpu.data.tables import MAX_FIRST_LINES, TABLES, Columns, is_table
+from sansgpu.data.tables import MAX_FIRST_LINES, Columns, is_table
 
 OUTSIDE = "O"
 TAG_COLUMNS = ("tags", "ner_tags")
@@ -164,7 +166,7 @@ def number_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns,
     others = [path for path in paths if suffix_of(path) in CONLL_SUFFIXES]
     if columns.tag is not None or not others:
         return columns, None
-    wrong = [path for path in others if not _has_tagged_words(path)]
+    wrong = [path for path in others if not _has_tagged_words(path, columns.encoding)]
     if table := next(filter(is_table, wrong), None):
         raise ConfigError(
             f"{table} does not look like CoNLL columns (one word with its tag per line, and an empty line after each "
@@ -178,11 +180,11 @@ def number_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns,
     return replace(columns, tag=DEFAULT_TAG_COLUMN), note
 
 
-def _has_tagged_words(path: Path) -> bool:
+def _has_tagged_words(path: Path, encoding: str) -> bool:
     """Returns whether a file looks like CoNLL: it has empty lines, and the first tag recurs with a different word."""
     first: list[str] = []
     has_ends = is_repeated = False
-    for line in islice(read_lines(path, blank=True), MAX_FIRST_LINES):
+    for line in islice(read_lines(path, True, encoding), MAX_FIRST_LINES):
         columns = [] if line.problem else conll_columns(line.value)
         if not first:
             first = columns
