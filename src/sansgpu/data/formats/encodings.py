@@ -15,6 +15,7 @@ AUTO = "auto"
 UTF8 = "utf-8"
 MAX_ASCII = 256 << 20  # bytes at the start of a file in which to look for the first ones that are not ASCII
 MIN_WIDE_SHARE = 0.4  # share of zero bytes at even or odd places from which a file without a mark is UTF-16
+MIN_WIDE_CHARACTERS = 4
 MIN_SCORE = 0.55  # mean score of a text's letters from which an encoding is recognized
 SCORED_BYTES = 1 << 16
 LATIN_BONUS = 0.15  # added to the score of cp1252, by far the most frequent encoding that is not Unicode
@@ -43,6 +44,11 @@ _WIDE = {
     "cp949": ((), range(0xB0, 0xC9)),
     "big5": ((), range(0xA4, 0xC7)),
     "gb18030": ((), range(0xB0, 0xD8)),
+}
+# Some of the most frequent characters: nearly all short texts of two bytes a letter are valid in both encodings.
+_COMMON = {
+    "cp949": "이다는에을의가고하지도를은어나사로리기아자서한시대정인일그해여부보라수",
+    "gb18030": "的一是不了我有在人他好",
 }
 _TWO_HIGH_BYTES = ("cp949", "gb18030")  # both bytes of the frequent characters are beyond ASCII
 _FINAL, _NOT_FINAL = "ךםןףץ", "כמנפצ"  # Hebrew letters that are only at the end of words, and never there
@@ -85,7 +91,7 @@ def _wide(sample: bytes) -> str:
     """Returns the UTF-16 encoding of a sample without a mark, or UTF-8 if it looks like a binary file."""
     even, odd = sample[::2].count(0) / len(sample[::2]), sample[1::2].count(0) / max(1, len(sample[1::2]))
     encoding = "utf-16-le" if odd > even else "utf-16-be"
-    if max(even, odd) < MIN_WIDE_SHARE or min(even, odd) > 0:
+    if sample.count(0) < MIN_WIDE_CHARACTERS or max(even, odd) < MIN_WIDE_SHARE or min(even, odd) > 0:
         return UTF8
     try:
         text = sample[: len(sample) & ~1].decode(encoding, "strict" if len(sample) < BLOCK else "ignore")
@@ -145,7 +151,9 @@ def _wide_score(char: str, encoding: str) -> float:
         return 0.8
     first, *rest = char.encode(encoding)
     is_frequent = first in frequent and (encoding not in _TWO_HIGH_BYTES or rest[0] > 0xA0)
-    return (0.9 if scripts else 1.0) if is_frequent else 0.2
+    if not is_frequent:
+        return 0.2
+    return 1.0 if char in _COMMON.get(encoding, "") else 0.75 if scripts else 0.85 if encoding == "cp949" else 0.9
 
 
 def _char_score(text: str, place: int, encoding: str) -> float:
