@@ -14,7 +14,7 @@ from sansgpu.config.wording import counted, truncate
 from sansgpu.data.formats.encodings import AUTO, UTF8, open_utf8, resolve_encoding
 from sansgpu.data.formats.opening import BLOCK, archive_of, suffix_of
 from sansgpu.data.formats.records import Line, quoted_records
-from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_rows
+from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_names, sheet_rows
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 MAX_SAMPLE = 500  # records that are read to recognize a table
@@ -255,10 +255,12 @@ def empty_words(dialect: Dialect, configured: FileFormat, names: Sequence[str | 
 
 def describe_table(path: Path, dialect: Dialect) -> str | None:
     """Returns how a table is written in a few words, or None if it is UTF-8 with the separator of its suffix."""
-    usual = suffix_of(path) in SPREADSHEETS or dialect.separator == default_separator(path)
-    if usual and dialect.is_plain:
+    is_sheet = suffix_of(path) in SPREADSHEETS
+    sheet, others = sheet_names(path) if is_sheet else (None, [])
+    if (is_sheet or dialect.separator == default_separator(path)) and dialect.is_plain and not others:
         return None
-    parts = [] if suffix_of(path) in SPREADSHEETS else [SEPARATORS.get(dialect.separator, repr(dialect.separator))]
+    parts = [] if is_sheet else [SEPARATORS.get(dialect.separator, repr(dialect.separator))]
+    parts += [f"sheet {sheet} without {counted(len(others), 'other sheet')}"] if others else []
     parts += [] if dialect.encoding == UTF8 else [dialect.encoding]
     parts.append(f"{counted(len(dialect.names), 'column')} ({', '.join(dialect.names[:MAX_NAMES])})")
     parts += ["the index column left out"] if dialect.row_index else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
-from sansgpu.config.wording import counted, first_line
+from sansgpu.config.wording import first_line
 from sansgpu.data.formats.opening import BLOCK, FREE_EXPANSION, MAX_EXPANSION, open_seekable
 
 SPREADSHEETS = (".xlsx", ".ods")
-MAX_CELLS = 50_000_000
+MAX_CELLS = 10_000_000  # of a sheet, from the first column and row to the last ones that have a value
+# A cell of an .xlsx file with its column and row; a row of an .ods file, or a cell, that stands for several equal ones.
+_CELL = re.compile(rb"<(?:\w+:)?c\s[^<>]*?\br=\"([A-Z]{1,3})(\d{1,7})\"")
+_REPEATED = re.compile(rb"<[\w-]+:table-(row|cell)\b([^<>]*)>")
+_TIMES = re.compile(rb"number-(?:rows|columns)-repeated=\"(\d{1,9})\"")
+_MAX_TAG = 1 << 16  # bytes of a tag that is found even if it is read in two blocks
 
 
 def sheet_rows(path: Path) -> Iterator[list[str]]:
@@ -54,16 +60,47 @@ def _require_bounded(path: Path, file: Any) -> None:
     try:
         with zipfile.ZipFile(file) as content:
             for member in content.infolist():
+                size, rest = _Extent(), b""
                 with content.open(member) as part:
                     while block := part.read(BLOCK):
                         left -= len(block)
-                        if left < 0:
+                        rest = size.add(rest + block) if member.filename.endswith(".xml") else b""
+                        if left < 0 or size.cells > MAX_CELLS:
                             raise ConfigError(
-                                f"{path} decompresses to more than {MAX_EXPANSION} times its size, like a "
-                                "decompression bomb; save it as .csv if you trust it."
+                                f"{path} decompresses to more than {MAX_EXPANSION} times its size or "
+                                f"{MAX_CELLS:,} cells, like a decompression bomb; save it as .csv if you trust it."
                             )
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, ValueError, EOFError, OSError) as error:
         raise _damaged(path, error) from None
+
+
+class _Extent:
+    """Counts the cells of a sheet, in whose XML a few bytes may stand for millions of them."""
+
+    def __init__(self) -> None:
+        self._columns = self._rows = 0  # the last ones of an .xlsx sheet
+        self._repeated, self._row_times = 0, 1  # the cells with values of an .ods sheet
+
+    @property
+    def cells(self) -> int:
+        return max(self._columns * self._rows, self._repeated)
+
+    def add(self, xml: bytes) -> bytes:
+        """Counts the cells of a part of the XML. Returns its end, with which the next part starts."""
+        last = xml.rfind(b"<", len(xml) - _MAX_TAG) if len(xml) > _MAX_TAG else xml.rfind(b"<")
+        part, rest = (xml[:last], xml[last:]) if last > 0 else (xml, b"")
+        for column, row in _CELL.findall(part):
+            number = 0
+            for letter in column:
+                number = number * 26 + letter - 64
+            self._columns, self._rows = max(self._columns, number), max(self._rows, int(row))
+        for kind, attributes in _REPEATED.findall(part):
+            times = int(found[1]) if (found := _TIMES.search(attributes)) else 1
+            if kind == b"row":
+                self._row_times = times
+            elif b"value" in attributes or times == 1:
+                self._repeated += times * self._row_times
+        return rest
 
 
 def _damaged(path: Path, error: BaseException) -> ConfigError:
@@ -78,9 +115,3 @@ def _text(value: Any) -> str:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     return str(value)
-
-
-def describe_sheets(path: Path) -> str | None:
-    """Returns a message about the sheets that are not read, or None if there are none."""
-    name, others = sheet_names(path)
-    return f"sheet {name} is read, {counted(len(others), 'other sheet')} not" if others else None
