@@ -6,6 +6,7 @@ import datetime
 import re
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +26,44 @@ _MAX_TAG = 1 << 16  # bytes of a tag that is found even if it is read in two blo
 
 def sheet_rows(path: Path) -> Iterator[list[str]]:
     """Yields the rows of the first sheet that has any. Raises ConfigError if the file cannot be read."""
-    name, _ = sheet_names(path)
-    rows = [] if name is None else _workbook(path).get_sheet_by_name(name).to_python(skip_empty_area=False)
+    with _reading_sheets(path):
+        book = _workbook(path)
+        name = next(_filled_sheets(book), None)
+        rows = [] if name is None else book.get_sheet_by_name(name).to_python(skip_empty_area=False)
     for row in rows:
         yield [_text(value) for value in row]
 
 
 def sheet_names(path: Path) -> tuple[str | None, list[str]]:
     """Returns the name of the sheet that is read, and the names of the others that have rows."""
-    book = _workbook(path)
-    filled = [name for name in book.sheet_names if book.get_sheet_by_name(name).height]
-    return (filled[0], filled[1:]) if filled else (None, [])
+    with _reading_sheets(path):
+        first, *others = (*_filled_sheets(_workbook(path)), None)
+    return first, [name for name in others if name is not None]
+
+
+def _filled_sheets(book: Any) -> Iterator[str]:
+    return (name for name in book.sheet_names if book.get_sheet_by_name(name).height)
 
 
 def _workbook(path: Path) -> Any:
-    require(f"{path}: reading spreadsheets", "python_calamine")
     import python_calamine
 
     with open_seekable(path) as file:
         _require_bounded(path, file)
         file.seek(0)
-        try:
-            return python_calamine.CalamineWorkbook.from_filelike(file)
-        except BaseException as error:  # its parser may panic, which is no Exception
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
-            raise _damaged(path, error) from None
+        return python_calamine.CalamineWorkbook.from_filelike(file)
+
+
+@contextmanager
+def _reading_sheets(path: Path) -> Iterator[None]:
+    """Converts the exceptions of damaged spreadsheets to ConfigError."""
+    require(f"{path}: reading spreadsheets", "python_calamine")
+    try:
+        yield
+    except (ConfigError, OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the parser may panic, which is no Exception
+        raise _damaged(path, error) from None
 
 
 def _require_bounded(path: Path, file: Any) -> None:
@@ -70,7 +83,7 @@ def _require_bounded(path: Path, file: Any) -> None:
                                 f"{path} decompresses to more than {MAX_EXPANSION} times its size or "
                                 f"{MAX_CELLS:,} cells, like a decompression bomb; save it as .csv if you trust it."
                             )
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, ValueError, EOFError, OSError) as error:
+    except (EOFError, OSError) as error:
         raise _damaged(path, error) from None
 
 
