@@ -30,7 +30,7 @@ def written(path: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz", "a.csv", "a.csv.gz"])
 def test_a_table_separated_by_tabs_has_no_quotes(tmp_path: Path, name: str) -> None:
     """A .csv file whose first line contains a tab is read like a .tsv file: quotes are ordinary characters."""
-    content = '\ufeffsentence\tlabel\r\n"Open, she said\t1\r\n\r\n\x85\u2028 two\t0\textra\n'
+    content = '\ufeffsentence\tlabel\r\n"Open, she said\t1\r\n\r\n\x85\u2028 two\t0\t\n'
     path = written(tmp_path / name, content.encode())
     assert list(opened(path).rows()) == [
         SourceRow(f"{path}, line 2", {"sentence": '"Open, she said', "label": "1"}),
@@ -117,13 +117,23 @@ def test_every_key_for_a_column_may_be_a_number(tmp_path: Path, key: str) -> Non
             "a.tsv, line 3 is not text (it contains a NUL byte)",
         ),
         ("a.csv", b"text\nb\n\0\n", "text", "a.csv is a binary file (it contains NUL bytes); remove it"),
-        ("a.tsv", b"text\nb\n\xff\n", "text", "a.tsv, line 3 is not UTF-8 text (byte 0xff); fix or remove the row."),
-        ("a.tsv", b"\xff\nb\n", "text", "a.tsv, line 1 is not UTF-8 text (byte 0xff); fix or remove the row."),
         (
             "a.tsv",
-            "text\nb\n".encode("utf-16-le"),
+            b"text\nb\n\xff\n",
             "text",
-            "a.tsv, line 1 is not text (it contains a NUL byte); fix or remove the row.",
+            "a.tsv, line 3 is not UTF-8 text (byte 0xff); fix or remove the row, or set data.encoding",
+        ),
+        (
+            "a.tsv",
+            b"\xff\nb\n",
+            "text",
+            "a.tsv, line 1 is not UTF-8 text (byte 0xff); fix or remove the row, or set data.encoding",
+        ),
+        (
+            "a.tsv",
+            b"te\0xt\nb\n",
+            "text",
+            "a.tsv, line 1 is not text (it contains a NUL byte); fix or remove the row, or set data.encoding",
         ),
         (
             "a.tsv",

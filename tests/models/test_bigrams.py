@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ModelConfig
-from sansgpu.data.bigrams import count_bigrams
 from sansgpu.data.split import TokenRanges
 from sansgpu.models import TransformerLM
 from sansgpu.models.bigrams import DISCOUNT, initialize_from_bigrams
+from sansgpu.tasks.pretrain.bigrams import count_bigrams
 from tests.kernels.threads import assert_equal_on_all_threads
 
 Pairs = dict[tuple[int, int], int]

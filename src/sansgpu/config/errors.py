@@ -29,6 +29,8 @@ EXTRAS = {
     "torchmetrics": "hf",
     "gguf": "gguf",
     "pyarrow": "parquet",
+    "python_calamine": "tables",
+    "zstandard": "tables",
     "plotly": "report",
     "markdown_it": "report",
     "optuna": "tune",

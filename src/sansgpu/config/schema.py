@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -66,6 +67,16 @@ class DataConfig(Section):
         None,
         description="column with the text. Default: `text`, `content` or the only column. Use a number, counted from "
         "0, for .csv and .tsv files without a header",
+    )
+    separator: str = Field(
+        "auto",
+        description="character between the fields of .csv and .tsv files; auto: recognize commas, tabs, semicolons and "
+        "bars (|)",
+    )
+    encoding: str = Field(
+        "auto",
+        description="encoding of text files and tables, such as cp1252; auto: recognize UTF-8, UTF-16 and usual "
+        "encodings of single languages",
     )
     tokenizer: str = Field(
         "bpe",
@@ -176,6 +187,27 @@ class DataConfig(Section):
         if (wrong := next((name for name in values if not is_template_variable(name)), None)) is not None:
             raise ValueError(f"{shown(wrong)} cannot be a variable for a chat template; remove it")
         return values
+
+    @field_validator("separator")
+    @classmethod
+    def _one_character(cls, value: str) -> str:
+        value = {"\\t": "\t", "tab": "\t"}.get(value, value)
+        if value != "auto" and (len(value) != 1 or value.isalnum() or value in '"\r\n\0'):
+            raise PydanticCustomError(
+                "separator", 'Input should be auto or one character, such as "," ";" "|" or "\\t"'
+            )
+        return value
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            known = value == "auto" or codecs.lookup(value)._is_text_encoding
+        except (LookupError, ValueError):
+            known = False
+        if not known:
+            raise PydanticCustomError("encoding", "Input should be auto or an encoding that Python knows, e.g. cp1252")
+        return value
 
     def for_dataset(self, name: str) -> Self:
         """Returns the settings to read all rows of a different dataset, e.g. to evaluate on it."""

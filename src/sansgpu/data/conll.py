@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
-from sansgpu.data.lines import read_lines, suffix_of
+from sansgpu.data.formats.encodings import AUTO
+from sansgpu.data.formats.opening import suffix_of
+from sansgpu.data.lines import read_lines
 from sansgpu.data.rows import SourceRow
 
 OUTSIDE = "O"
-CONLL_SUFFIXES = (".conll", ".conllu", ".conllup", ".conllx", ".iob", ".iob2", ".bio")
 DEFAULT_TAG_COLUMN = -1
 MAX_TOKENS = 1_000_000  # tokens per sentence; without a limit, a file without empty lines could exhaust memory
 LAYOUT_LINES = 20_000  # lines at the start of a file that decide which columns have the words and the tags
@@ -156,15 +157,15 @@ class ConllLayout:
         return found + (f"; {verb.format(', '.join(rest))} not used" if rest else "")
 
 
-def conll_rows(path: Path, tag_column: int | None) -> Iterator[SourceRow]:
+def conll_rows(path: Path, tag_column: int | None, encoding: str = AUTO) -> Iterator[SourceRow]:
     """Yields a row {"tokens": [...], "tags": [...]} for each sentence of a file.
 
     The location of a sentence is its first line. If a line is invalid, the row of its sentence has a `problem`. Raises
     ConfigError if a sentence is longer than `MAX_TOKENS`.
     """
-    layout = conll_layout(path, tag_column)
+    layout = conll_layout(path, tag_column, encoding)
     sentence, at_header = _Sentence(layout), layout.header
-    for line in read_lines(path, blank=True):
+    for line in read_lines(path, blank=True, encoding=encoding):
         columns = [] if line.problem else layout.columns(line.value)
         if line.problem is None and (not columns or columns[0] == DOCUMENT_START):
             yield from sentence.rows()
@@ -259,9 +260,13 @@ def _comma_columns(line: str) -> list[str]:
     return columns if any(column.strip() for column in columns) else []
 
 
-def conll_layout(path: Path, tag_column: int | None = None) -> ConllLayout:
+def conll_layout(path: Path, tag_column: int | None = None, encoding: str = AUTO) -> ConllLayout:
     """Finds the columns of a file by its first lines. A given `tag_column` has the tags."""
-    lines = [line.value for line in islice(read_lines(path, blank=True), LAYOUT_LINES) if line.problem is None]
+    lines = [
+        line.value
+        for line in islice(read_lines(path, blank=True, encoding=encoding), LAYOUT_LINES)
+        if line.problem is None
+    ]
     commas = suffix_of(path) == ".csv" and not any("\t" in line for line in lines) and _has_commas(lines)
     draft = ConllLayout(commas=commas)
     split = [(line, draft.columns(line)) for line in lines]

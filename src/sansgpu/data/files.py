@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sansgpu.config import ConfigError
-from sansgpu.config.errors import require
-from sansgpu.config.wording import first_line
-from sansgpu.data.conll import CONLL_SUFFIXES, as_text, conll_rows
-from sansgpu.data.lines import (
-    BLOCK,
-    binary_file,
-    open_bytes,
-    open_text,
-    read_lines,
-    reading_file,
-    require_length,
-    suffix_of,
-)
+from sansgpu.data.conll import as_text, conll_rows
+from sansgpu.data.formats.columnar import COLUMNAR, read_columnar
+from sansgpu.data.formats.dialects import FileFormat, describe_table, recognize_table
+from sansgpu.data.formats.encodings import AUTO, UTF8, resolve_encoding
+from sansgpu.data.formats.names import CONVERT, SUFFIXES, TABLES, TEXT_SUFFIXES, file_form
+from sansgpu.data.formats.opening import BLOCK
+from sansgpu.data.lines import binary_file, open_text, read_lines, reading_file, require_length
 from sansgpu.data.rows import ROW_REMEDY, Column, SourceRow, parquet_class_names, text_of, with_names
-from sansgpu.data.tables import TABLES, Header, read_table
+from sansgpu.data.tables import Header, read_table
 from sansgpu.files.reading import require_regular_file
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", *TABLES, ".parquet", ".conll")
+__all__ = ["CONVERT", "SUFFIXES", "TEXT_SUFFIXES", "file_form"]  # of formats.names, for those who read files
 PIECE_CHARS = BLOCK
 # Limits that keep the memory for one row below about one gigabyte, whatever the file contains.
 MAX_JSON = 256 << 20  # characters of a .json file, which is parsed in one piece
 MAX_VALUES = 8_000_000  # maximum values in one JSON text; Python needs up to 100 bytes for each
 MAX_DEPTH = 100  # levels of nesting in one row
-
-CONVERT = f"save the data as one of {' '.join(SUFFIXES)}, each also with .gz"
+USUAL = FileFormat()
 
 
 class Piece(NamedTuple):
@@ -43,12 +34,6 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
-
-
-def file_form(path: Path) -> str | None:
-    """Returns the file name's suffix without .gz, `.conll` for all CoNLL formats, or None if it is not supported."""
-    suffix = ".conll" if suffix_of(path) in CONLL_SUFFIXES else suffix_of(path)
-    return suffix if suffix in SUFFIXES else None
 
 
 def pieces(text: str) -> Iterator[Piece]:
@@ -64,47 +49,57 @@ def pieces(text: str) -> Iterator[Piece]:
 
 
 def read_documents(
-    path: Path, column: Column | None, skip_undecodable: bool = False, header: bool = True
+    path: Path,
+    column: Column | None,
+    skip_undecodable: bool = False,
+    header: bool = True,
+    configured: FileFormat = USUAL,
 ) -> Iterator[Piece]:
     """Yields the documents of one file in pieces: a .txt, .md or .py file is one document, others have one per row.
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
-    with reading_file(path, skip_undecodable):
+    encoding = UTF8 if skip_undecodable else configured.encoding
+    with reading_file(path, skip_undecodable, encoding):
         if file_form(path) in TEXT_SUFFIXES:
-            yield from _read_text(path)
+            yield from _read_text(path, encoding)
         else:
             is_conll = file_form(path) == ".conll"
-            for row in _rows(path, header):
+            for row in _rows(path, header, configured):
                 yield from pieces(text_of(as_text(row) if is_conll else row, column))
 
 
-def read_rows(path: Path, header: Header = True, tag_column: int | None = None) -> Iterator[SourceRow]:
-    """Yields the rows of one file; an unreadable line of a .jsonl or .tsv file is a row with a `problem`.
+def read_rows(
+    path: Path, header: Header = True, tag_column: int | None = None, configured: FileFormat = USUAL
+) -> Iterator[SourceRow]:
+    """Yields the rows of one file; an unreadable line of a .jsonl file or a table is a row with a `problem`.
 
-    `header` applies to .csv and .tsv files: if it is False, the column names are numbers from 0; if it is a sequence,
+    `header` applies to tables: if it is False, the column names are numbers from 0; if it is a sequence,
     it gives the names. With a `tag_column` the file is read as CoNLL, whatever its suffix. Raises ConfigError if the
     file is plain text or its content does not match the suffix.
     """
     if tag_column is None and file_form(path) in TEXT_SUFFIXES:
         require_regular_file(path)
         raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
-    with reading_file(path):
-        yield from _rows(path, header) if tag_column is None else conll_rows(path, tag_column)
+    with reading_file(path, encoding=configured.encoding):
+        if tag_column is None:
+            yield from _rows(path, header, configured)
+        else:
+            yield from conll_rows(path, tag_column, configured.encoding)
 
 
-def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
+def text_file_rows(path: Path, label: str | None, column: str | int, encoding: str = AUTO) -> Iterator[SourceRow]:
     """Yields one row with the text of a file in `column` and its label. If `label` is None, each line is a row.
 
-    A file or line that is not UTF-8 text is a row with a `problem`.
+    A file or line that cannot be decoded is a row with a `problem`.
     """
     if label is None:
-        for line in read_lines(path):
+        for line in read_lines(path, encoding=encoding):
             yield line if line.problem else line._replace(value={column: line.value.rstrip("\r\n")})
         return
     text = ""
     try:
-        for piece in read_documents(path, None):
+        for piece in read_documents(path, None, configured=FileFormat(encoding=encoding)):
             text += piece.text
             require_length(len(text), str(path))
     except ConfigError as error:
@@ -113,24 +108,43 @@ def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator
         yield SourceRow(str(path), {column: text, "label": label})
 
 
-def _rows(path: Path, header: Header) -> Iterator[SourceRow]:
-    match file_form(path):
-        case ".jsonl":
-            yield from _jsonl_rows(path)
-        case ".json":
-            yield from _json_rows(path)
-        case ".csv" | ".tsv":
-            yield from read_table(path, header)
-        case ".parquet":
-            yield from _parquet_rows(path)
-        case ".conll":
-            yield from conll_rows(path, None)
+def describe_file(path: Path, configured: FileFormat = USUAL) -> str | None:
+    """Returns how a file is written in a few words, or None if it is UTF-8 with the separator of its suffix.
+
+    A file that cannot be read has no form; whoever reads it reports that.
+    """
+    form = file_form(path)
+    if form in COLUMNAR:
+        return None
+    try:
+        with reading_file(path, encoding=configured.encoding):
+            if form in TABLES:
+                return describe_table(path, recognize_table(path, configured))
+            encoding = resolve_encoding(path, configured.encoding)
+            return None if encoding == UTF8 else encoding
+    except ConfigError:
+        return None
 
 
-def _read_text(path: Path) -> Iterator[Piece]:
+def _rows(path: Path, header: Header, configured: FileFormat) -> Iterator[SourceRow]:
+    form, encoding = file_form(path), configured.encoding
+    if form in TABLES:
+        yield from read_table(path, header, configured)
+    elif form in COLUMNAR:
+        for number, (metadata, row) in enumerate(read_columnar(path, str(form)), 1):
+            yield SourceRow(f"{path}, row {number}", with_names(row, parquet_class_names(metadata)))
+    elif form == ".conll":
+        yield from conll_rows(path, None, encoding)
+    elif form == ".jsonl" or (form == ".json" and _has_value_per_line(path, encoding)):
+        yield from _jsonl_rows(path, encoding)
+    elif form == ".json":
+        yield from _json_rows(path, encoding)
+
+
+def _read_text(path: Path, encoding: str) -> Iterator[Piece]:
     """Yields the pieces of one document, each one late, because the last one must be marked."""
     rest = ""
-    with open_text(path) as file:
+    with open_text(path, encoding) as file:
         while block := file.read(PIECE_CHARS):
             if "\0" in block:
                 raise binary_file(path)
@@ -141,8 +155,8 @@ def _read_text(path: Path) -> Iterator[Piece]:
         yield Piece(rest, True)
 
 
-def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
-    for line in read_lines(path):
+def _jsonl_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
+    for line in read_lines(path, encoding=encoding):
         if line.problem:
             yield line
             continue
@@ -152,8 +166,20 @@ def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
             yield SourceRow(line.where, None, str(error))
 
 
-def _json_rows(path: Path) -> Iterator[SourceRow]:
-    with open_text(path) as file:
+def _has_value_per_line(path: Path, encoding: str) -> bool:
+    """Returns whether each line of a .json file is an object, as in the files of Spark and of many data sets."""
+    first, second, *_ = (*(line.value for line in islice(read_lines(path, encoding=encoding), 2)), None, None)
+    if not first or not second or not first.lstrip().startswith("{") or not second.lstrip().startswith("{"):
+        return False
+    try:
+        _parse_json(first, str(path))
+    except ConfigError:
+        return False
+    return True
+
+
+def _json_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
+    with open_text(path, encoding) as file:
         text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
         raise ConfigError(
@@ -196,24 +222,3 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _parquet_rows(path: Path) -> Iterator[SourceRow]:
-    require(f"{path}: reading Parquet", "pyarrow")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with open_bytes(path) as file, tempfile.TemporaryFile() as unpacked:
-            if path.suffix == ".gz":  # the Parquet reader needs random access, which gzip streams do not offer
-                shutil.copyfileobj(file, unpacked)
-                unpacked.seek(0)
-            content = unpacked if path.suffix == ".gz" else file
-            table = pyarrow.parquet.ParquetFile(content)
-            names = parquet_class_names(table.schema_arrow.metadata)
-            rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
-            yield from _numbered(path, (with_names(row, names) for row in rows))
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: invalid text or dates
-        raise ConfigError(
-            f"{path} is not a valid Parquet file: {first_line(error)}; download or export it again."
-        ) from None

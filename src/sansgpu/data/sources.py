@@ -23,23 +23,23 @@ from sansgpu.data.files import (
     PIECE_CHARS,
     TEXT_SUFFIXES,
     Piece,
+    describe_file,
     file_form,
     pieces,
     read_documents,
     read_rows,
     text_file_rows,
 )
+from sansgpu.data.formats.names import PARTS, TEST_NAMES, VALIDATION_NAMES, folder_split, split_of
+from sansgpu.data.formats.opening import archived_files, is_archive, sha256_of, size_of
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
 from sansgpu.data.settings import CorpusDataConfig
 from sansgpu.data.tables import Columns
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
-from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
 
-TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
-TEST_NAMES = ("test", "testing")
-PARTS = {"train": TRAIN_NAMES, "validation": VALIDATION_NAMES, "test": TEST_NAMES}
+__all__ = ["TEST_NAMES", "VALIDATION_NAMES"]  # of formats.names, for those who open sources
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
     if name == ARITHMETIC:
         return Sources(_arithmetic("train"), _arithmetic("validation"))
     path = local_path(name)
-    if path.is_file():
+    if path.is_file() and not is_archive(path):
         if file_form(path) is None and Columns.of(data).tag is None:
             raise ConfigError(f"{path} has an unknown suffix; {CONVERT}.")
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
         return Sources(_files_source(name, path.parent, [path], data, labels), None)
-    if path.is_dir():
-        if _is_saved_dataset(path):
+    if path.is_dir() or path.is_file():
+        if is_saved_dataset(path):
             return _hub_sources(name, data, local=True)
         return _folder_sources(path, data, text_rows)
     require_regular_file(path)
@@ -143,32 +143,37 @@ def local_files(data: DataConfig, text_rows: bool = False) -> list[Path]:
         path = local_path(name)
         if name in BUILT_IN_NAMES:
             continue
-        if path.is_file():
+        if path.is_file() and not is_archive(path):
             found.append(path)
-        elif path.is_dir() and not _is_saved_dataset(path):
-            splits, _ = _split_files(path, text_rows)
+        elif path.exists() and not is_saved_dataset(path):
+            splits, _ = split_files(path, text_rows)
             found += [*splits["train"], *splits["validation"]]
     return found
 
 
-def _is_saved_dataset(folder: Path) -> bool:
+def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
 
 
-def _split_files(root: Path, text_rows: bool) -> tuple[dict[str, list[Path]], bool]:
+def split_files(root: Path, text_rows: bool) -> tuple[dict[str, list[Path]], bool]:
     """Returns the files of each split, and whether names decide the splits, which they do if any is "train"."""
     files = dataset_files(root)
-    parts = {path: _split_folder(path, root) if text_rows and _is_text(path) else _part_of(path) for path in files}
-    named = {part: [p for p in files if parts[p] in names] for part, names in PARTS.items()}
-    if not named["train"]:
+    parts = {path: named_split(path, root, text_rows) for path in files}
+    if "train" not in parts.values():
         return {"train": files, "validation": [], "test": []}, False
-    held_out = {*named["validation"], *named["test"]}
-    return {**named, "train": [p for p in files if p not in held_out]}, True
+    return {part: [path for path in files if (parts[path] or "train") == part] for part in PARTS}, True
+
+
+def named_split(path: Path, root: Path, text_rows: bool) -> str | None:
+    """Returns the split that the name of a file or of its folders says, or None."""
+    if text_rows and _is_text(path):
+        return _split_folder(path, root)
+    return split_of(path) or (None if _is_text(path) else folder_split(path, root))
 
 
 def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
     """Opens all files below `root`, as splits if their names say so."""
-    splits, named = _split_files(root, text_rows)
+    splits, named = split_files(root, text_rows)
     labels = partial(_label, root=root, depth=int(named)) if text_rows else None
     sources = {
         part: _files_source(_title(str(root), part), root, files, data, labels)
@@ -179,23 +184,29 @@ def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
 
 
 def dataset_files(root: Path) -> list[Path]:
-    """Returns the files below `root` with a supported suffix, sorted, except hidden ones.
+    """Returns the files below a folder or in an archive with a supported suffix, sorted, except hidden ones.
 
     Raises ConfigError if there are none.
     """
-    found = (p for p in sorted(entries_below(root)) if p.is_file() and file_form(p))
-    files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    files = [path for path in files_below(root) if file_form(path)]
     if not files:
         raise ConfigError(f"{root} has no file with a supported suffix; {CONVERT}.")
     return files
 
 
+def files_below(root: Path) -> list[Path]:
+    """Returns all files below a folder, and those in archives, sorted, except hidden ones."""
+    if is_archive(root) and root.is_file():
+        return archived_files(root)
+    found: list[Path] = []
+    for path in sorted(entries_below(root)):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts):
+            found += archived_files(path) if is_archive(path) else [path]
+    return found
+
+
 def _title(name: str, part: str) -> str:
     return name if part == "train" else f"{name} ({part})"
-
-
-def _part_of(path: Path) -> str:
-    return path.name.replace("-", ".").replace("_", ".").split(".")[0].lower()
 
 
 def _is_text(path: Path) -> bool:
@@ -203,9 +214,9 @@ def _is_text(path: Path) -> bool:
 
 
 def _split_folder(path: Path, root: Path) -> str | None:
-    """Returns the top folder of a file that is also in a label folder: "train" for train/spam/1.txt."""
+    """Returns the split of the top folder of a file that is also in a label folder: "train" for train/spam/1.txt."""
     folders = path.relative_to(root).parts[:-1]
-    return folders[0].lower() if len(folders) > 1 else None
+    return next((part for part, names in PARTS.items() if len(folders) > 1 and folders[0].lower() in names), None)
 
 
 def _label(path: Path, root: Path, depth: int) -> str | None:
@@ -223,24 +234,25 @@ def _files_source(
     """
     named = {str(path.relative_to(root)): path for path in files}
     columns = Columns.of(data)
-    header, tag_column = columns.has_header, columns.tag
+    header, tag_column, configured = columns.has_header, columns.tag, columns.format
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
+    if name != PYTHON_STDLIB:
+        settings += *configured.settings, *filter(None, (describe_file(path, configured) for path in files))
     fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 
     def read() -> Iterator[Piece]:
         for path in files:
-            yield from read_documents(path, data.text_column, name == PYTHON_STDLIB, header)
+            yield from read_documents(path, data.text_column, name == PYTHON_STDLIB, header, configured)
 
     def rows() -> Iterator[SourceRow]:
         for path in files:
             if label_of is not None and _is_text(path):
-                yield from text_file_rows(
-                    path, label_of(path), "text" if data.text_column is None else data.text_column
-                )
+                column = "text" if data.text_column is None else data.text_column
+                yield from text_file_rows(path, label_of(path), column, configured.encoding)
             else:
-                yield from read_rows(path, header, tag_column)
+                yield from read_rows(path, header, tag_column, configured)
 
-    return Source(name, fingerprint, sum(path.stat().st_size for path in files), read, rows, named)
+    return Source(name, fingerprint, sum(map(size_of, files)), read, rows, named)
 
 
 def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> str:
@@ -251,7 +263,7 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
     digest = hashlib.sha256(repr(settings).encode())
     for name, path in files.items():
         try:
-            digest.update(os.fsencode(f"{name}\0{file_sha256(path)}"))
+            digest.update(os.fsencode(f"{name}\0{sha256_of(path)}"))
         except OSError as error:
             raise unreadable(path, error) from None
     return digest.hexdigest()

@@ -7,30 +7,33 @@ signs disagree, an error names the settings to use.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import NamedTuple, TypeVar
 
 from sansgpu.config import ConfigError
 from sansgpu.config.schema import DataConfig
+from sansgpu.data.formats.dialects import MAX_EMPTY, Dialect, FileFormat, empty_words, recognize_table
+from sansgpu.data.formats.encodings import AUTO
+from sansgpu.data.formats.names import TABLES
+from sansgpu.data.formats.opening import MAX_LINE, suffix_of
+from sansgpu.data.formats.records import Line, quoted_records
+from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_rows
 from sansgpu.data.lines import (
-    MAX_LINE,
     binary_file,
-    open_bytes,
+    encoding_name,
     open_text,
     read_lines,
     reading_file,
     require_length,
-    suffix_of,
+    undecodable,
 )
-from sansgpu.data.rows import LABEL_COLUMNS, ROW_REMEDY, TEXT_NAMES, Column, Row, SourceRow, find_column
+from sansgpu.data.rows import LABEL_COLUMNS, TEXT_NAMES, Column, Row, SourceRow, find_column, is_text
 from sansgpu.data.settings import TaggedDataConfig
 
-TABLES = (".csv", ".tsv")
-MAX_COLUMNS = 1_000_000  # largest number of columns in a table without a header
+MAX_COLUMNS = 1_000_000  # largest number of columns in a table
 MAX_FIRST_LINES = 100_000  # lines that are searched for the values of the first line
 MANY_WORDS = 5  # a value with this many words or more is text, not a column name
 SHOWN_COLUMNS, SHOWN_CHARACTERS = 12, 20  # how much of a first line a message quotes
@@ -40,7 +43,10 @@ Header = bool | Sequence[str]  # True: the first line has the column names; Fals
 
 @dataclass(frozen=True)
 class Columns:
-    """The configured columns: names, or numbers for tables without a header. None: a column with a usual name."""
+    """The configured columns: names, or numbers for tables without a header. None: a column with a usual name.
+
+    Also how the files that have them are written.
+    """
 
     text: Column | None = None
     pair: Column | None = None  # the second text
@@ -49,14 +55,27 @@ class Columns:
     system: Column | None = None  # the system message of a chat
     tools: Column | None = None  # of a chat
     labels: tuple[str, ...] = ()  # columns with 0 or 1, one for each label, instead of `label`
+    separator: str = AUTO
+    encoding: str = AUTO
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
-        tag = data.tag_column if isinstance(data, TaggedDataConfig) else None
-        label = data.label_column
-        if isinstance(label, list):
-            return cls(data.text_column, data.text_pair_column, None, tag, labels=tuple(label))
-        return cls(data.text_column, data.text_pair_column, label, tag)
+        label, tag = data.label_column, data.tag_column if isinstance(data, TaggedDataConfig) else None
+        return cls(
+            data.text_column,
+            data.text_pair_column,
+            None if isinstance(label, list) else label,
+            tag,
+            labels=tuple(label) if isinstance(label, list) else (),
+            separator=data.separator,
+            encoding=data.encoding,
+        )
+
+    @property
+    def format(self) -> FileFormat:
+        """How the files are written, with the columns in which words such as NA mean that there is no value."""
+        usual = *TEXT_NAMES, *LABEL_COLUMNS, "text_pair"
+        return FileFormat(self.separator, self.encoding, (*usual, *self.named))
 
     def set_in(self, data: Data) -> Data:
         """Returns settings of the data with these columns."""
@@ -82,63 +101,131 @@ def is_table(path: Path) -> bool:
     return suffix_of(path) in TABLES
 
 
-def read_table(path: Path, header: Header) -> Iterator[SourceRow]:
-    """Yields the rows of a .csv or .tsv file; an unreadable line of a table separated by tabs has a `problem`.
+def read_table(path: Path, header: Header, configured: FileFormat) -> Iterator[SourceRow]:
+    """Yields the rows of a table; a line that cannot be read, or has more fields than the header, has a `problem`.
 
-    Some .csv files, such as STS-B, are separated by tabs. Such tables have no quotes. Fields beyond the columns of the
-    header are dropped.
+    Quotes around fields are recognized, except in tables separated by tabs that use them as ordinary characters. Rows
+    without any value are left out.
     """
-    with reading_file(path):
-        with open_bytes(path) as file:
-            has_tabs = suffix_of(path) == ".tsv" or b"\t" in file.readline(MAX_LINE)
-        lines = map(_split_at_tabs, read_lines(path)) if has_tabs else _csv_lines(path, 0 if header is True else 1)
+    with reading_file(path, encoding=configured.encoding):
+        dialect = recognize_table(path, configured)
+        lines = _table_lines(path, dialect, 0 if header is True else 1)
         columns: Sequence[str] | None = None if isinstance(header, bool) else header
-        if header is True:
-            first = next(lines, None)
-            columns = first.readable_value() if first else ()
+        first = next(lines, None) if header is True else None
+        if first is not None:
+            fields = first.row.readable_value()[dialect.header_index :]
+            _require_columns(first, fields)
+            columns = _column_names(fields, configured)
+        cells = _Cells(path, dialect, configured, columns)
         for line in lines:
-            yield line if line.problem else _row(line, columns, fills=not has_tabs)
+            row = cells.row(line)
+            if row is not None:
+                yield row
 
 
-def _csv_lines(path: Path, first: int) -> Iterator[SourceRow]:
-    """Yields the fields of each line, numbered from `first`."""
-    csv.field_size_limit(MAX_LINE)
-    with open_text(path) as file:
-        reader = csv.reader(_bounded_lines(file, path), strict=True)
-        try:
-            for number, fields in enumerate(filter(None, reader), first):
-                yield SourceRow(f"{path}, row {number}", fields)
-        except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}{ROW_REMEDY}") from None
+class _TableLine(NamedTuple):
+    """The fields of a record, and the line where it starts."""
+
+    row: SourceRow
+    line: str
 
 
-def _split_at_tabs(line: SourceRow) -> SourceRow:
-    return line if line.problem else line._replace(value=line.value.removesuffix("\n").removesuffix("\r").split("\t"))
+def _table_lines(path: Path, dialect: Dialect, first: int) -> Iterator[_TableLine]:
+    """Yields the fields of each record. Those in quotes, which may have several lines, are numbered from `first`."""
+    if suffix_of(path) in SPREADSHEETS:
+        for number, cells in enumerate(sheet_rows(path), 1):
+            where = f"{path}, row {number}"
+            yield _TableLine(SourceRow(where, cells), where)
+    elif not dialect.has_quotes:
+        for line in islice(read_lines(path, encoding=dialect.encoding), dialect.skipped_lines, None):
+            if line.problem is None:
+                line = line._replace(value=line.value.removesuffix("\n").removesuffix("\r").split(dialect.separator))
+            yield _TableLine(line, line.where)
+    else:
+        lines = islice(_bounded_lines(path, dialect.encoding), dialect.skipped_lines, None)
+        records = quoted_records(path, lines, dialect.separator, dialect.fields, dialect.skip_spaces)
+        for number, record in enumerate(records, first):
+            where = f"{path}, line {record.line}"
+            if record.problem:
+                yield _TableLine(SourceRow(where, None, record.problem), where)
+            else:
+                yield _TableLine(SourceRow(f"{path}, row {number}", record.fields), where)
 
 
-def _row(line: SourceRow, columns: Sequence[str] | None, fills: bool) -> SourceRow:
-    """Maps column names to the fields of a line. Without `columns`, the keys are column numbers.
+def _bounded_lines(path: Path, encoding: str) -> Iterator[Line]:
+    """Yields the lines of a table, which may end in carriage returns. Raises ConfigError if one is too long."""
+    with open_text(path, encoding, "surrogateescape") as file:
+        number = 0
+        while line := file.readline(MAX_LINE + 1):
+            number += 1
+            require_length(len(line), f"{path}, line {number}")
+            if "\0" in line:
+                raise binary_file(path)
+            problem = ""
+            if not line.isascii() and not is_text(line):
+                byte = next(ord(char) for char in line if "\udc80" <= char <= "\udcff") & 0xFF
+                problem = undecodable(f"{path}, line {number}", encoding_name(path, encoding), byte)
+            yield Line(number, line, problem)
 
-    Missing last fields are None if `fills`; otherwise such a line has a problem.
-    """
-    fields, problem = line.value, None
-    if columns is None:
-        if len(fields) > MAX_COLUMNS:
-            raise ConfigError(f"{line.where} has more than {MAX_COLUMNS:,} columns; remove unneeded ones.")
-        return line._replace(value=dict(enumerate(fields)))
-    if len(fields) < len(columns) and not fills:
-        problem = f"{line.where} has {len(fields)} columns, but the header has {len(columns)}; fix or remove the line."
-    return SourceRow(line.where, dict(zip_longest(columns, fields[: len(columns)])), problem)
+
+def _column_names(fields: Sequence[str], configured: FileFormat) -> list[str]:
+    """Returns the names of the columns. Without a name it is the number; of equal names, only the last one is kept."""
+    names = [field if field in configured.values else field.strip() for field in fields]
+    last = {name: number for number, name in enumerate(names)}
+    return [
+        name if name and last[name] == number else f"{name or 'column'} {number}" for number, name in enumerate(names)
+    ]
 
 
-def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
-    number = 0
-    while line := file.readline(MAX_LINE + 1):
-        number += 1
-        require_length(len(line), f"{path}, line {number}")
-        if "\0" in line:
-            raise binary_file(path)
-        yield line
+def _require_columns(line: _TableLine, fields: Sequence[str]) -> None:
+    if len(fields) > MAX_COLUMNS:
+        raise ConfigError(f"{line.line} has more than {MAX_COLUMNS:,} columns; remove unneeded ones.")
+
+
+class _Cells:
+    """Makes rows of the fields of a table's records."""
+
+    def __init__(self, path: Path, dialect: Dialect, configured: FileFormat, columns: Sequence[str] | None) -> None:
+        self._path, self._dialect, self._columns = path, dialect, columns
+        names = columns if columns is not None else [*range(len(dialect.names))]
+        self._empty = empty_words(dialect, configured, names)
+
+    def row(self, line: _TableLine) -> SourceRow | None:
+        """Maps column names to the fields of a record. Without columns, the keys are column numbers.
+
+        Missing last fields are None if the table has quotes; otherwise such a line has a problem. Returns None if all
+        fields are empty.
+        """
+        if line.row.problem:
+            return line.row
+        fields: list[str] = line.row.value[self._dialect.row_index :]
+        _require_columns(line, fields)
+        if not any(map(str.strip, fields)):
+            return None
+        if self._columns is None:
+            return line.row._replace(value=dict(enumerate(self._values(fields))))
+        count, problem = len(self._columns), None
+        if len(fields) < count and not self._dialect.has_quotes:
+            problem = f"{line.line} has {len(fields)} columns, but the header has {count}; fix or remove the line."
+        elif any(map(str.strip, fields[count:])):
+            problem = f"{line.line} has {len(fields)} columns, but the header has {count}; {self._remedy}."
+        row = dict(zip_longest(self._columns, self._values(fields[:count])))
+        return SourceRow(line.row.where if problem is None else line.line, row, problem)
+
+    def _values(self, fields: list[str]) -> list[str | None]:
+        """Returns the fields, with None for cells that count as empty, such as NaN."""
+        values: list[str | None] = [*fields]
+        for number, (field, empty) in enumerate(zip(fields, self._empty, strict=False)):
+            if len(field) <= MAX_EMPTY and field.strip() in empty:
+                values[number] = None
+        return values
+
+    @property
+    def _remedy(self) -> str:
+        if not self._dialect.has_quotes or suffix_of(self._path) in SPREADSHEETS:
+            return "fix or remove the line"
+        name = {",": "comma", ";": "semicolon", "|": "bar", "\t": "tab"}.get(self._dialect.separator, "separator")
+        return f"put a text that contains a {name} in quotes, or remove the line"
 
 
 @dataclass(frozen=True)
@@ -151,9 +238,9 @@ class FirstLine:
     numeric: tuple[int, ...]  # columns that have only numbers up to that line
 
     @classmethod
-    def of(cls, path: Path, names: Iterable[Column]) -> FirstLine | None:
+    def of(cls, path: Path, names: Iterable[Column], columns: Columns) -> FirstLine | None:
         """Reads a table; returns None if it is empty or its first line contains one of the column `names`."""
-        lines = table_lines(path)
+        lines = table_lines(path, columns)
         values, repeated = next(lines, ()), list[int]()
         if {value.strip().casefold() for value in values} & {str(name).casefold() for name in names}:
             return None
@@ -192,16 +279,16 @@ class FirstLine:
 
 def first_lines_of_data(paths: Iterable[Path], columns: Columns, names: Iterable[Column]) -> list[FirstLine]:
     """Returns the first line of each table that has none of the column `names`, if any of them looks like data."""
-    found = [FirstLine.of(path, names) for path in paths if is_table(path)] if columns.has_header else []
+    found = [FirstLine.of(path, names, columns) for path in paths if is_table(path)] if columns.has_header else []
     unnamed = [first for first in found if first]
     return unnamed if any(first.looks_like_data for first in unnamed) else []
 
 
-def table_lines(path: Path) -> Iterator[tuple[str, ...]]:
-    """Yields the values of the readable lines of a table, up to `MAX_FIRST_LINES`."""
-    for row in islice(read_table(path, header=False), MAX_FIRST_LINES):
+def table_lines(path: Path, columns: Columns) -> Iterator[tuple[str, ...]]:
+    """Yields the values of the readable lines of a table, up to `MAX_FIRST_LINES`; empty ones are empty strings."""
+    for row in islice(read_table(path, False, columns.format), MAX_FIRST_LINES):
         if row.problem is None:
-            yield tuple(row.value.values())
+            yield tuple(value or "" for value in row.value.values())
 
 
 def _is_number(value: str) -> bool:
@@ -219,7 +306,7 @@ def require_no_header(paths: Iterable[Path], columns: Columns) -> None:
     """
     chosen = ("label_column", columns.label, LABEL_COLUMNS), ("text_column", columns.text, TEXT_NAMES)
     for path in () if columns.has_header else filter(is_table, paths):
-        names: Row = dict(enumerate(next(table_lines(path), ())))
+        names: Row = dict(enumerate(next(table_lines(path, columns), ())))
         inside = [(key, number, usual) for key, number, usual in chosen if find_column(names, number) is not None]
         for key, number, usual in inside[:1]:
             name = names[find_column(names, number)]

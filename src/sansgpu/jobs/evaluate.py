@@ -8,6 +8,7 @@ from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.schema import Config
 from sansgpu.config.section import declared_keys
+from sansgpu.data.forms.files import file_notes
 from sansgpu.data.sources import has_conversations
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.cache_folder import cache_dir
@@ -53,6 +54,9 @@ def evaluate_model(
         allowed = with_objective(config, source.path, objective)
         return prepare_data(allowed, cache, progress, source.tokenizer)[1]
 
+    if data is not None:
+        for note in file_notes(config.data.for_dataset(data), config.settings.rows):
+            warn(note)
     request = EvaluationRequest(data, window, objective, reward, own_corpus, cache, progress, warn)
     evaluator = task_class.evaluator_for(loaded, request)
     if isinstance(evaluator, PredictionWriter):

@@ -14,6 +14,7 @@ from sansgpu.config import ConfigError, UnreachableError, change_config
 from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
+from sansgpu.data.forms.files import file_notes
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.allocator import trim_memory
@@ -198,6 +199,8 @@ def _read(
 ) -> tuple[Config, Corpus | None]:
     training = config.training
     try:
+        for note in file_notes(config.data, config.settings.rows):
+            warn(note)
         config, corpus = prepare_data(config, cache_dir(config.data.cache_dir), progress, options.tokenizer)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited

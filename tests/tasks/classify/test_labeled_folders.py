@@ -71,7 +71,7 @@ def test_each_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
     one, bad, two, binary = opened(tmp_path / "a.txt").train.rows()
     assert one == SourceRow(f"{tmp_path}/a.txt, line 1", {"text": "one "})
     assert [row.problem for row in (bad, two, binary)] == [
-        f"{tmp_path}/a.txt, line {problem}; fix or remove the row."
+        f"{tmp_path}/a.txt, line {problem}; fix or remove the row, or set data.encoding to the encoding of the file."
         for problem in (
             "3 is not UTF-8 text (byte 0xff)",
             "4 is not UTF-8 text (byte 0x85)",

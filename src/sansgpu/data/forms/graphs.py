@@ -274,24 +274,24 @@ def has_bare_triples(path: Path, columns: Columns) -> bool:
     """
     if not is_table(path) or not columns.has_header:
         return False
-    first = FirstLine.of(path, ROW_KEYS if columns.text is None else (*ROW_KEYS, columns.text))
+    first = FirstLine.of(path, ROW_KEYS if columns.text is None else (*ROW_KEYS, columns.text), columns)
     if first is None or len(first.values) != len(FACT_KEYS) or not first.looks_like_data:
         return False
-    if _is_triple(path, first.values):
+    if _is_triple(path, first.values, columns):
         return True
     raise first.refusal(
         f"add a first line with the column names, which are {', '.join(FACT_KEYS)} if the lines are triples"
     )
 
 
-def _is_triple(path: Path, first: tuple[str, ...]) -> bool:
+def _is_triple(path: Path, first: tuple[str, ...], columns: Columns) -> bool:
     """Returns whether the first line is a triple rather than a header.
 
     It is a triple if its relation recurs in a later line, and its head or tail also recurs or cannot be a column name.
     """
     head, relation, tail = first
     has_relation, has_end = False, any(_is_no_name(end) for end in (head, tail))
-    for line in table_lines(path):
+    for line in table_lines(path, columns):
         if line != first and len(line) == len(first):
             has_relation = has_relation or line[1] == relation
             has_end = has_end or bool({head, tail} & {line[0], line[2]})

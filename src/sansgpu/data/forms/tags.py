@@ -12,6 +12,8 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.conll import DOCUMENT_START, ConllLayout, conll_layout
 from sansgpu.data.files import file_form
+from sansgpu.data.formats.names import TABLES
+from sansgpu.data.formats.opening import suffix_of
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.forms.offsets import SpannedText
 from sansgpu.data.forms.sentences import SENTENCE_NAMES, tagged_rows, word_columns
@@ -29,9 +31,9 @@ from sansgpu.data.forms.spans import (
     unused_of_spans,
 )
 from sansgpu.data.forms.words import TaggedText, WordSpan, iob2_tags, longest_first, of_tokens, word_bounds
-from sansgpu.data.lines import read_lines, suffix_of
+from sansgpu.data.lines import read_lines
 from sansgpu.data.rows import Row, SourceRow, column_names
-from sansgpu.data.tables import MAX_FIRST_LINES, TABLES, Columns, is_table, table_lines
+from sansgpu.data.tables import MAX_FIRST_LINES, Columns, is_table, table_lines
 
 TOKEN_COLUMNS = ("tokens", "words", "tokenized_text")
 TAG_COLUMNS = (
@@ -198,9 +200,13 @@ def find_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns, s
     if columns.tag is not None:
         return columns, None
     others = [path for path in paths if suffix_of(path) in (*TABLES, ".txt") or file_form(path) is None]
-    layouts = {path: conll_layout(path) for path in paths if file_form(path) == ".conll" or path in others}
-    wrong = [path for path in others if not _has_tagged_words(path, layouts[path])]
-    if table := next((path for path in wrong if is_table(path) and not _has_tagged_texts(path)), None):
+    layouts = {
+        path: conll_layout(path, encoding=columns.encoding)
+        for path in paths
+        if file_form(path) == ".conll" or path in others
+    }
+    wrong = [path for path in others if not _has_tagged_words(path, layouts[path], columns.encoding)]
+    if table := next((path for path in wrong if is_table(path) and not _has_tagged_texts(path, columns)), None):
         raise ConfigError(
             f"{table} does not look like CoNLL columns (one word with its tag per line, and an empty line after each "
             "sentence), and has no header with the columns `sentence`, `word` and `tag`, or `text` and `spans`; if it "
@@ -220,14 +226,14 @@ def find_tag_column(paths: Sequence[Path], columns: Columns) -> tuple[Columns, s
     return replace(columns, tag=tags.pop()), note
 
 
-def _has_tagged_words(path: Path, layout: ConllLayout) -> bool:
+def _has_tagged_words(path: Path, layout: ConllLayout, encoding: str) -> bool:
     """Returns whether a file looks like CoNLL.
 
     It has empty lines, and a header, entity tags, or the first tag recurs with a different word.
     """
     first: tuple[str, str] | None = None
     has_ends, is_repeated, at_start, at_header = False, layout.header or layout.has_entities, True, layout.header
-    for line in islice(read_lines(path, blank=True), MAX_FIRST_LINES):
+    for line in islice(read_lines(path, True, encoding), MAX_FIRST_LINES):
         columns = [] if line.problem else layout.columns(line.value)
         place = layout.place(columns)
         if columns and (at_header or columns[0] == DOCUMENT_START or layout.is_comment(line.value, columns, at_start)):
@@ -247,9 +253,9 @@ def _has_tagged_words(path: Path, layout: ConllLayout) -> bool:
     return False
 
 
-def _has_tagged_texts(path: Path) -> bool:
+def _has_tagged_texts(path: Path, columns: Columns) -> bool:
     """Returns whether a table has a header with the columns of a tagged text or of words in sentences."""
-    lines = table_lines(path)
+    lines = table_lines(path, columns)
     header = next(lines, ())
     names: Row = dict.fromkeys((name.strip() for name in header), "")
     if word_columns(names):

@@ -14,6 +14,7 @@ from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
 from sansgpu.config.paths import local_path
 from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
+from sansgpu.data.formats.dialects import FileFormat
 from sansgpu.data.forms.graphs import (
     FACT_KEYS,
     GRAPHS,
@@ -105,14 +106,16 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
     return {part: {file: folder / file for file in (name, *texts)} for part, name in there.items() if name}
 
 
-def knowledge_documents(files: Mapping[str, Path], bad_rows: RowReport, inverse: bool) -> Iterator[GraphDocument]:
+def knowledge_documents(
+    files: Mapping[str, Path], bad_rows: RowReport, inverse: bool, encoding: str
+) -> Iterator[GraphDocument]:
     """Yields the documents of a split, from files with its triples, entity texts and relation names.
 
     Raises ConfigError if a file cannot be read.
     """
     triples, *_ = files.values()
-    entities = _entities(files, bad_rows)
-    relations = {key: text for key, text in _texts(files.get(RELATION_FILE), bad_rows) if text}
+    entities = _entities(files, bad_rows, encoding)
+    relations = {key: text for key, text in _texts(files.get(RELATION_FILE), bad_rows, encoding) if text}
 
     def fact(row: SourceRow) -> Fact:
         columns = row.readable_value()
@@ -121,23 +124,23 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: RowReport, inverse:
         head, relation, tail = columns
         return Fact(head, relations.get(relation, relation.removeprefix("_").replace("_", " ")), tail)
 
-    lines = (line for line in _lines(triples) if line.value != [*FACT_KEYS])  # some files have a header
+    lines = (line for line in _lines(triples, encoding) if line.value != [*FACT_KEYS])  # some files have a header
     yield from fact_documents(bad_rows.parsed(lines, fact), entities, inverse)
 
 
-def _entities(files: Mapping[str, Path], bad_rows: RowReport) -> dict[str, NamedText]:
+def _entities(files: Mapping[str, Path], bad_rows: RowReport, encoding: str) -> dict[str, NamedText]:
     """Reads entity files in KG-BERT's formats: names and descriptions (FB15k-237), or one text per entity (WN18RR).
 
     Without a file of descriptions, the name of an entity is its text up to the first ", ".
     """
-    texts = {key: text for key, text in _texts(files.get(ENTITY_FILE), bad_rows) if text}
+    texts = {key: text for key, text in _texts(files.get(ENTITY_FILE), bad_rows, encoding) if text}
     if DESCRIPTION_FILE not in files:
         return {key: NamedText(text.partition(", ")[0] or text, text) for key, text in texts.items()}
-    descriptions = dict(_texts(files[DESCRIPTION_FILE], bad_rows))
+    descriptions = dict(_texts(files[DESCRIPTION_FILE], bad_rows, encoding))
     return {key: named_entity(texts.get(key, key), descriptions.get(key, "")) for key in {**texts, **descriptions}}
 
 
-def _texts(path: Path | None, bad_rows: RowReport) -> Iterator[tuple[str, str]]:
+def _texts(path: Path | None, bad_rows: RowReport, encoding: str) -> Iterator[tuple[str, str]]:
     def pair(row: SourceRow) -> tuple[str, str]:
         columns = row.readable_value()
         if len(columns) != 2 or not columns[0]:
@@ -145,12 +148,12 @@ def _texts(path: Path | None, bad_rows: RowReport) -> Iterator[tuple[str, str]]:
         return columns[0], columns[1]
 
     if path:
-        yield from bad_rows.parsed(_lines(path), pair)
+        yield from bad_rows.parsed(_lines(path, encoding), pair)
 
 
-def _lines(path: Path) -> Iterator[SourceRow]:
+def _lines(path: Path, encoding: str) -> Iterator[SourceRow]:
     """Yields the non-empty lines as lists of stripped columns."""
-    for line in read_lines(path):
+    for line in read_lines(path, encoding=encoding):
         if line.problem is None:
             line = line._replace(value=[column.strip() for column in line.value.split("\t")])
         yield line
@@ -210,7 +213,7 @@ def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: boo
     def knowledge(part: str, files: Mapping[str, Path]) -> GraphSource:
         title = name if part == "train" else f"{name} ({part})"
         read = partial(_knowledge_documents, title, files, data, note, inverse)
-        return GraphSource(title, files_fingerprint(files, settings), read)
+        return GraphSource(title, files_fingerprint(files, (*settings, *Columns.of(data).format.settings)), read)
 
     def rows(source: Source) -> GraphSource:
         read = partial(_source_documents, source, data, note, inverse)
@@ -228,7 +231,7 @@ def _knowledge_documents(
     name: str, files: Mapping[str, Path], data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
     bad_rows = RowReport.of(data)
-    yield from knowledge_documents(files, bad_rows, inverse)
+    yield from knowledge_documents(files, bad_rows, inverse, data.encoding)
     bad_rows.report(lambda message: note(f"{name}: {message}"))
 
 
@@ -258,11 +261,13 @@ def _source_items(
         yield from bad_rows.parsed(source.rows(), read)
     for name, path in source.files.items():
         if file_form(path) in TEXT_SUFFIXES:
-            pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
+            configured = FileFormat(encoding=data.encoding)
+            pieces = read_documents(path, None, source.name == PYTHON_STDLIB, configured=configured)
             yield text_document(name, "".join(piece.text for piece in pieces))
         else:
             names = FACT_KEYS if has_bare_triples(path, columns) else None
             if names:
                 found = ", ".join(f"{name} = column {number}" for number, name in enumerate(names))
                 note(f"{path}: its first line is a triple, so the file is read without a header: {found}.")
-            yield from bad_rows.parsed(read_rows(path, names or columns.has_header), read)
+            configured = FileFormat(data.separator, data.encoding)  # a name such as NA is no empty cell
+            yield from bad_rows.parsed(read_rows(path, names or columns.has_header, None, configured), read)

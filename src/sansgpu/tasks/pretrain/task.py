@@ -116,8 +116,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     def initialize(self, progress: ReportProgress) -> None:
         if DecoderConfig.of(self.config).initialization == "bigram":
-            from sansgpu.data.bigrams import count_bigrams
             from sansgpu.models.bigrams import initialize_from_bigrams
+            from sansgpu.tasks.pretrain.bigrams import count_bigrams
 
             progress("counting pairs of tokens", 0, 0)
             bigrams = count_bigrams(self.corpus.documents, len(self.model.embedding.weight))

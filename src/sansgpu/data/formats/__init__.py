@@ -1,0 +1,1 @@
+"""Formats of files: compression and archives, encodings, separators, spreadsheets and Arrow."""
