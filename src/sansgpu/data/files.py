@@ -7,12 +7,13 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
+from sansgpu.data.documents.formats import DOCUMENT_SUFFIXES, format_of
 from sansgpu.data.lines import (
     BLOCK,
     binary_file,
@@ -27,7 +28,10 @@ from sansgpu.data.rows import ROW_REMEDY, Column, SourceRow, parquet_class_names
 from sansgpu.data.tables import TABLES, Header, read_table
 from sansgpu.files.reading import require_regular_file
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
+if TYPE_CHECKING:
+    from sansgpu.data.documents.document import Document
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", *DOCUMENT_SUFFIXES)
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", *TABLES, ".parquet", ".conll")
 PIECE_CHARS = BLOCK
 # Limits that keep the memory for one row below about one gigabyte, whatever the file contains.
@@ -66,12 +70,15 @@ def pieces(text: str) -> Iterator[Piece]:
 def read_documents(
     path: Path, column: Column | None, skip_undecodable: bool = False, header: bool = True
 ) -> Iterator[Piece]:
-    """Yields the documents of one file in pieces: a .txt, .md or .py file is one document, others have one per row.
+    """Yields the documents of one file in pieces: a text file is one document, others have one per row.
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
     with reading_file(path, skip_undecodable):
-        if file_form(path) in TEXT_SUFFIXES:
+        if format_of(path) is not None:
+            for text in _document(path).texts():
+                yield from pieces(text)
+        elif file_form(path) in TEXT_SUFFIXES:
             yield from _read_text(path)
         else:
             is_conll = file_form(path) == ".conll"
@@ -88,16 +95,26 @@ def read_rows(path: Path, header: Header = True, tag_column: int | None = None) 
     """
     if tag_column is None and file_form(path) in TEXT_SUFFIXES:
         require_regular_file(path)
-        raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
+        kind = "plain text" if format_of(path) is None else "a document"
+        raise ConfigError(f"{path} is {kind} and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
     with reading_file(path):
         yield from _rows(path, header) if tag_column is None else conll_rows(read_lines(path, blank=True), tag_column)
 
 
 def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
-    """Yields one row with the text of a file in `column` and its label. If `label` is None, each line is a row.
+    """Yields one row with the text of a file in `column` and its label.
+
+    If `label` is None, each line is a row, or each paragraph of a document, with its file and page.
 
     A file or line that is not UTF-8 text is a row with a `problem`.
     """
+    if label is None and format_of(path) is not None:
+        document = _document(path)
+        for part in document.parts:
+            place = {"file": str(path), document.unit: part.number}
+            for text in part.paragraphs():
+                yield SourceRow(f"{path}, {document.unit} {part.number}", {column: text, **place})
+        return
     if label is None:
         for line in read_lines(path):
             yield line if line.problem else line._replace(value={column: line.value.rstrip("\r\n")})
@@ -111,6 +128,12 @@ def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator
         yield SourceRow(str(path), None, str(error))
     else:
         yield SourceRow(str(path), {column: text, "label": label})
+
+
+def _document(path: Path) -> Document:
+    from sansgpu.data.documents.reading import read_document  # most runs read no documents
+
+    return read_document(path)
 
 
 def _rows(path: Path, header: Header) -> Iterator[SourceRow]:

@@ -124,7 +124,7 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
             "generation."
         )
     bad_rows = RowReport("skip")
-    prompts = list(_encoded(request.data, model, bad_rows, progress))
+    prompts = list(_encoded(request.data, model, bad_rows, warn, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
         raise ConfigError(f"{request.data} has no rows to complete; add rows, which need a prompt, messages or a text.")
@@ -184,7 +184,7 @@ def _complete_rest(
 
 
 def _encoded(
-    name: str, model: BatchModel, bad_rows: RowReport, progress: ReportProgress
+    name: str, model: BatchModel, bad_rows: RowReport, warn: Warn, progress: ReportProgress
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 
@@ -202,8 +202,10 @@ def _encoded(
             raise row.error(f"it has {len(ids):,} tokens, too many for the model's context of {model.context:,}")
         return prompt, ids
 
-    rows = open_single(name, DataConfig(dataset_name=name), text_rows=True).rows()
-    for number, encoded in enumerate(bad_rows.parsed(rows, encode), 1):
+    source = open_single(name, DataConfig(dataset_name=name), text_rows=True, progress=progress)
+    for note in source.notes:
+        warn(f"{name}: {note}")
+    for number, encoded in enumerate(bad_rows.parsed(source.rows(), encode), 1):
         progress("tokenizing", number, 0, "row")
         yield encoded
 

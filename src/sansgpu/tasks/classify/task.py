@@ -53,9 +53,9 @@ class Classify(Predicts, FineTuningTask):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         data, numbered = resolve_columns(LabelDataConfig.of(config), LABELED)
         config = config.model_copy(update={"data": data})
-        sources = open_sources(data, LABELED.text_rows)
+        sources = open_sources(data, LABELED.text_rows, progress)
         tokenizer = load_tokenizer_of(config.model)
-        columns, notes = Columns.of(data), list[str]()
+        columns, notes = Columns.of(data), sources.notes
         train_rows, held_rows = RowReport.of(data), RowReport.of(data)
         texts = LABELED.read_all(sources.train.rows(), train_rows, columns)
         require_examples(sources, [len(texts)], "row", train_rows.notes())
@@ -134,7 +134,8 @@ class Classify(Predicts, FineTuningTask):
             cls.require_readable(texts)
             labels = labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
-            bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
+            for note in (*source.notes, *bad_rows.notes()):
+                request.warn(f"{source.name}: {note}")
             require_rows(part, source.name)
             skipped = bad_rows.skipped
         return ClassifyEvaluator(loaded.objective, part, skipped)
