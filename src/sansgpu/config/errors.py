@@ -42,6 +42,7 @@ EXTRAS = {
     "alembic": "mlflow",
     "matplotlib": "plots",
     "usearch": "search",
+    "pypdfium2": "documents",
     "mteb": "mteb",
     "starlette": "serve",
     "uvicorn": "serve",

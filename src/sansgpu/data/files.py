@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.data.conll import as_text, conll_rows
+from sansgpu.data.documents.formats import format_of
 from sansgpu.data.formats.columnar import COLUMNAR, read_columnar
 from sansgpu.data.formats.dialects import FileFormat, describe_table, recognize_table
 from sansgpu.data.formats.encodings import AUTO, UTF8, resolve_encoding
@@ -19,6 +20,9 @@ from sansgpu.data.lines import binary_file, open_text, read_lines, reading_file,
 from sansgpu.data.rows import ROW_REMEDY, Column, SourceRow, parquet_class_names, text_of, with_names
 from sansgpu.data.tables import Header, read_table
 from sansgpu.files.reading import require_regular_file
+
+if TYPE_CHECKING:
+    from sansgpu.data.documents.document import Document
 
 __all__ = ["CONVERT", "SUFFIXES", "TEXT_SUFFIXES", "file_form"]  # of formats.names, for those who read files
 PIECE_CHARS = BLOCK
@@ -55,13 +59,16 @@ def read_documents(
     header: bool = True,
     configured: FileFormat = USUAL,
 ) -> Iterator[Piece]:
-    """Yields the documents of one file in pieces: a .txt, .md or .py file is one document, others have one per row.
+    """Yields the documents of one file in pieces: a text file is one document, others have one per row.
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
     encoding = UTF8 if skip_undecodable else configured.encoding
     with reading_file(path, skip_undecodable, encoding):
-        if file_form(path) in TEXT_SUFFIXES:
+        if format_of(path) is not None:
+            for text in _document(path).texts():
+                yield from pieces(text)
+        elif file_form(path) in TEXT_SUFFIXES:
             yield from _read_text(path, encoding)
         else:
             is_conll = file_form(path) == ".conll"
@@ -80,7 +87,8 @@ def read_rows(
     """
     if tag_column is None and file_form(path) in TEXT_SUFFIXES:
         require_regular_file(path)
-        raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
+        kind = "plain text" if format_of(path) is None else "a document"
+        raise ConfigError(f"{path} is {kind} and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
     with reading_file(path, encoding=configured.encoding):
         if tag_column is None:
             yield from _rows(path, header, configured)
@@ -89,10 +97,19 @@ def read_rows(
 
 
 def text_file_rows(path: Path, label: str | None, column: str | int, encoding: str = AUTO) -> Iterator[SourceRow]:
-    """Yields one row with the text of a file in `column` and its label. If `label` is None, each line is a row.
+    """Yields one row with the text of a file in `column` and its label.
+
+    If `label` is None, each line is a row, or each paragraph of a document, with its file and page.
 
     A file or line that cannot be decoded is a row with a `problem`.
     """
+    if label is None and format_of(path) is not None:
+        document = _document(path)
+        for part in document.parts:
+            place = {"file": str(path), document.unit: part.number}
+            for text in part.paragraphs():
+                yield SourceRow(f"{path}, {document.unit} {part.number}", {column: text, **place})
+        return
     if label is None:
         for line in read_lines(path, encoding=encoding):
             yield line if line.problem else line._replace(value={column: line.value.rstrip("\r\n")})
@@ -108,13 +125,19 @@ def text_file_rows(path: Path, label: str | None, column: str | int, encoding: s
         yield SourceRow(str(path), {column: text, "label": label})
 
 
+def _document(path: Path) -> Document:
+    from sansgpu.data.documents.reading import read_document  # most runs read no documents
+
+    return read_document(path)
+
+
 def describe_file(path: Path, configured: FileFormat = USUAL) -> str | None:
     """Returns how a file is written in a few words, or None if it is UTF-8 with the separator of its suffix.
 
     A file that cannot be read has no form; whoever reads it reports that.
     """
     form = file_form(path)
-    if form in COLUMNAR:
+    if form in COLUMNAR or format_of(path) is not None:
         return None
     try:
         with reading_file(path, encoding=configured.encoding):

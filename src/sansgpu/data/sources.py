@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from sansgpu.config.plain_data import unreadable
 from sansgpu.config.schema import DataConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
+from sansgpu.data.documents.formats import format_of, readers
 from sansgpu.data.files import (
     CONVERT,
     PIECE_CHARS,
@@ -35,6 +36,7 @@ from sansgpu.data.formats.opening import archived_files, is_archive, sha256_of, 
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
 from sansgpu.data.settings import CorpusDataConfig
 from sansgpu.data.tables import Columns
+from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
@@ -44,7 +46,10 @@ __all__ = ["TEST_NAMES", "VALIDATION_NAMES"]  # of formats.names, for those who 
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus of documents or rows in a fixed order. `fingerprint` identifies its content."""
+    """A corpus of documents or rows in a fixed order.
+
+    `fingerprint` identifies its content. `notes` are messages about files that are left out.
+    """
 
     name: str
     fingerprint: str
@@ -52,6 +57,7 @@ class Source:
     read: Callable[[], Iterator[Piece]]
     rows: Callable[[], Iterator[SourceRow]]
     files: Mapping[str, Path] = field(default_factory=dict)  # by path relative to the folder; empty for a Hub dataset
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -62,21 +68,29 @@ class Sources:
     validation: Source | None
     test: Source | None = None
 
+    @property
+    def notes(self) -> list[str]:
+        """Messages about files that are left out, each with the name of its source."""
+        parts = filter(None, (self.train, self.validation, self.test))
+        return [f"{part.name}: {note}" for part in parts for note in part.notes]
 
-def open_sources(data: DataConfig, text_rows: bool = False) -> Sources:
+
+def open_sources(data: DataConfig, text_rows: bool = False, progress: ReportProgress = ignore_progress) -> Sources:
     """Opens the configured training and validation data; see `open_parts`."""
     if isinstance(data, CorpusDataConfig) and data.streaming:
         sources = Sources(_streamed_source(data.dataset_name, data), None)
     else:
-        sources = open_parts(data.dataset_name, data, text_rows)
+        sources = open_parts(data.dataset_name, data, text_rows, progress)
     if data.validation_name:
-        return replace(sources, validation=open_single(data.validation_name, data, text_rows))
+        return replace(sources, validation=open_single(data.validation_name, data, text_rows, progress))
     return sources
 
 
-def open_single(name: str, data: DataConfig, text_rows: bool = False) -> Source:
+def open_single(
+    name: str, data: DataConfig, text_rows: bool = False, progress: ReportProgress = ignore_progress
+) -> Source:
     """Opens a dataset to evaluate on: its validation split, or all of it if it has none."""
-    sources = open_parts(name, data, text_rows)
+    sources = open_parts(name, data, text_rows, progress)
     return sources.validation or sources.train
 
 
@@ -90,8 +104,12 @@ def has_conversations(name: str) -> bool:
     return first is not None and isinstance(first.value, dict) and is_conversation(first.value)
 
 
-def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
+def open_parts(
+    name: str, data: DataConfig, text_rows: bool = False, progress: ReportProgress = ignore_progress
+) -> Sources:
     """Opens all splits of a dataset. Raises ConfigError if it does not exist.
+
+    Documents are read at once, so that those that cannot be read are known; their text is cached.
 
     With `text_rows`, plain text files have rows, too: a file in a folder named after its label is one row with `text`
     and `label`, and in other text files each line is one row. Folders named train, validation and test that contain
@@ -108,11 +126,11 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         if file_form(path) is None and Columns.of(data).tag is None:
             raise ConfigError(f"{path} has an unknown suffix; {CONVERT}.")
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
-        return Sources(_files_source(name, path.parent, [path], data, labels), None)
+        return Sources(_files_source(name, path.parent, [path], data, labels, progress), None)
     if path.is_dir() or path.is_file():
         if is_saved_dataset(path):
             return _hub_sources(name, data, local=True)
-        return _folder_sources(path, data, text_rows)
+        return _folder_sources(path, data, text_rows, progress)
     require_regular_file(path)
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
         raise ConfigError(f"{name} does not exist; give a file, a folder or a dataset on the Hub.")
@@ -171,12 +189,12 @@ def named_split(path: Path, root: Path, text_rows: bool) -> str | None:
     return split_of(path) or (None if _is_text(path) else folder_split(path, root))
 
 
-def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
+def _folder_sources(root: Path, data: DataConfig, text_rows: bool, progress: ReportProgress) -> Sources:
     """Opens all files below `root`, as splits if their names say so."""
     splits, named = split_files(root, text_rows)
     labels = partial(_label, root=root, depth=int(named)) if text_rows else None
     sources = {
-        part: _files_source(_title(str(root), part), root, files, data, labels)
+        part: _files_source(_title(str(root), part), root, files, data, labels, progress)
         for part, files in splits.items()
         if files
     }
@@ -226,18 +244,31 @@ def _label(path: Path, root: Path, depth: int) -> str | None:
 
 
 def _files_source(
-    name: str, root: Path, files: list[Path], data: DataConfig, label_of: Callable[[Path], str | None] | None = None
+    name: str,
+    root: Path,
+    files: list[Path],
+    data: DataConfig,
+    label_of: Callable[[Path], str | None] | None = None,
+    progress: ReportProgress = ignore_progress,
 ) -> Source:
     """Opens files as one source.
 
-    Plain text files have rows only with `label_of`: one row per file if it returns a label, one per line if None.
+    Text files have rows only with `label_of`: one row per file if it returns a label, one per line if None. Documents
+    beside files with rows have none.
     """
+    notes, sizes = list[str](), dict[Path, int]()
+    if any(map(format_of, files)):
+        from sansgpu.data.documents.collection import readable_files  # most runs read no documents
+
+        files, notes, sizes = readable_files(files, progress)
+    documents = frozenset() if all(map(_is_text, files)) else frozenset(sizes)
     named = {str(path.relative_to(root)): path for path in files}
     columns = Columns.of(data)
     header, tag_column, configured = columns.has_header, columns.tag, columns.format
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
     if name != PYTHON_STDLIB:
         settings += *configured.settings, *filter(None, (describe_file(path, configured) for path in files))
+    settings += readers(files)
     fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 
     def read() -> Iterator[Piece]:
@@ -245,14 +276,19 @@ def _files_source(
             yield from read_documents(path, data.text_column, name == PYTHON_STDLIB, header, configured)
 
     def rows() -> Iterator[SourceRow]:
-        for path in files:
+        if documents:
+            from sansgpu.data.documents.collection import warn_of_left_out
+
+            warn_of_left_out(documents)
+        for path in (path for path in files if path not in documents):
             if label_of is not None and _is_text(path):
                 column = "text" if data.text_column is None else data.text_column
                 yield from text_file_rows(path, label_of(path), column, configured.encoding)
             else:
                 yield from read_rows(path, header, tag_column, configured)
 
-    return Source(name, fingerprint, sum(map(size_of, files)), read, rows, named)
+    size = sum(sizes[path] if path in sizes else size_of(path) for path in files)
+    return Source(name, fingerprint, size, read, rows, named, notes)
 
 
 def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> str:

@@ -96,7 +96,9 @@ def embed(request: EmbedRequest, warn: Warn, progress: ReportProgress) -> Embedd
         raise ConfigError(f"{request.model.target} has no prompt {prompt}; its prompts are {names}.")
     words = layout.prompt() if prompt is None else layout.prompts[prompt]
     column = loaded.config.data.text_column if request.text_column is None else request.text_column
-    source = open_single(data, DataConfig(dataset_name=data, text_column=column), text_rows=True)
+    source = open_single(data, DataConfig(dataset_name=data, text_column=column), True, progress)
+    for note in source.notes:
+        warn(f"{data}: {note}")
     rows, done = iter(source.rows()), 0
     agreement: Int8Agreement | None = None
     with write_failures_as(SansGPUError, output), atomic_write(output) as partial:

@@ -20,6 +20,7 @@ from sansgpu.config.schema import DataConfig
 from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
+from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import open_single
 from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
@@ -139,7 +140,10 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
         raise ConfigError(f"{target} has no chat template; remove --template-variable.")
     bad_rows = RowReport("skip")
     options = ChatOptions.of(loaded.config.data)
-    prompts = list(_encoded(request, model, options, bad_rows, progress))
+    source = open_single(request.data, DataConfig(dataset_name=request.data), text_rows=True, progress=progress)
+    for note in source.notes:
+        warn(f"{request.data}: {note}")
+    prompts = list(_encoded(rows_with_progress(source, progress), request.variables, model, options, bad_rows))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
         raise ConfigError(f"{request.data} has no rows to complete; add rows, which need a prompt, messages or a text.")
@@ -199,7 +203,7 @@ def _complete_rest(
 
 
 def _encoded(
-    request: GenerateRequest, model: BatchModel, options: ChatOptions, bad_rows: RowReport, progress: ReportProgress
+    rows: Iterable[SourceRow], variables: Variables, model: BatchModel, options: ChatOptions, bad_rows: RowReport
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 
@@ -209,7 +213,7 @@ def _encoded(
             raise row.error("it has messages, but the model has no chat template")
         with tokenizer_errors(row.where):
             if prompt.turns and model.chat_ids is not None:
-                render = partial(model.chat_ids, variables=request.variables)
+                render = partial(model.chat_ids, variables=variables)
                 try:
                     ids = render(prompt.turns, prompt.tools)
                 except RejectedConversationError as error:
@@ -222,10 +226,7 @@ def _encoded(
             raise row.error(f"it has {len(ids):,} tokens, too many for the model's context of {model.context:,}")
         return prompt, ids
 
-    rows = open_single(request.data, DataConfig(dataset_name=request.data), text_rows=True).rows()
-    for number, encoded in enumerate(bad_rows.parsed(rows, encode), 1):
-        progress("tokenizing", number, 0, "row")
-        yield encoded
+    yield from bad_rows.parsed(rows, encode)
 
 
 def slots_for(model: BatchModel, requested: int | None, rows: int, length: int) -> int:

@@ -45,7 +45,7 @@ def predict(
     if unknown := next((name for name in options if name not in signature(loaded.task_class.predict).parameters), None):
         raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; remove it.")
     if isinstance(data, str):
-        rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.task_class.rows_to_predict)
+        rows: Iterator[Row] = rows_of(data, loaded.config.data, warn, loaded.task_class.rows_to_predict)
     else:
         rows, loaded = iter([data]), _for_single_row(loaded, data)
     if has_bf16_tensors(loaded.precision):
@@ -76,7 +76,7 @@ def _flags(columns: Sequence[str]) -> str:
 
 
 def rows_of(
-    name: str, data: DataConfig, each: Callable[[Iterable[SourceRow]], Iterable[SourceRow]] = iter
+    name: str, data: DataConfig, warn: Warn, each: Callable[[Iterable[SourceRow]], Iterable[SourceRow]] = iter
 ) -> Iterator[LocatedRow]:
     """Yields the rows of a dataset, with the columns that `data` names; each line of a text file is a row.
 
@@ -87,6 +87,8 @@ def rows_of(
     data = data.for_dataset(name).model_copy(update=form)
     require_no_header(local_files(data, text_rows=True), Columns.of(data))
     source = open_single(name, data, text_rows=True)
+    for note in source.notes:
+        warn(f"{name}: {note}")
     row = None
     for row in each(source.rows()):
         if not isinstance(row.readable_value(), dict):

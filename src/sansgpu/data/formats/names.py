@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sansgpu.data.documents.formats import DOCUMENT_SUFFIXES
 from sansgpu.data.formats.columnar import ARROW
 from sansgpu.data.formats.opening import ARCHIVE, BLOCK, COMPRESSIONS, open_bytes, suffix_of
 from sansgpu.data.formats.spreadsheets import SPREADSHEETS
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
+TEXT_SUFFIXES = (".txt", ".md", ".py", *DOCUMENT_SUFFIXES)
 TABLES = (".csv", ".tsv", *SPREADSHEETS)
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", *TABLES, ".parquet", *ARROW, ".conll")
 OTHER_SUFFIXES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}

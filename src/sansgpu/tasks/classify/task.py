@@ -53,12 +53,12 @@ class Classify(Predicts, FineTuningTask):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         data, numbered = resolve_columns(WeightedDataConfig.of(config), LABELED)
-        sources = open_sources(data, LABELED.text_rows)
+        sources = open_sources(data, LABELED.text_rows, progress)
         columns, found = find_label_columns(sources.train.rows, Columns.of(data), sources.train.name)
         data = columns.set_in(data)
         config = config.model_copy(update={"data": data})
         tokenizer = load_tokenizer_of(config.model)
-        notes = [f"{found}."] if found else []
+        notes = [*sources.notes, *([f"{found}."] if found else [])]
         train_rows, held_rows = RowReport.of(data), RowReport.of(data)
         texts = LABELED.read_all(sources.train.rows(), train_rows, columns)
         require_examples(sources, [len(texts)], "row", train_rows.notes())
@@ -144,7 +144,8 @@ class Classify(Predicts, FineTuningTask):
             cls.require_readable(texts)
             labels = labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
-            bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
+            for note in (*source.notes, *bad_rows.notes()):
+                request.warn(f"{source.name}: {note}")
             require_rows(part, source.name)
             skipped = bad_rows.skipped
         return ClassifyEvaluator(loaded.objective, part, skipped)

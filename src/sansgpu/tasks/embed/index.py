@@ -21,6 +21,9 @@ from filelock import FileLock
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.plain_data import unreadable
+from sansgpu.data.documents.collection import Collection
+from sansgpu.data.documents.formats import format_of, readers
+from sansgpu.data.documents.reading import read_document
 from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
 from sansgpu.data.rows import text_of
 from sansgpu.events.progress import ReportProgress, counting
@@ -38,7 +41,7 @@ FindTokens = Callable[[list[str]], Sequence[Spans]]
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of a file. `number` is its first line or row (see `unit`), counted from 1."""
+    """A passage of a file. `number` is its first line or row, or its page (see `unit`), counted from 1."""
 
     unit: str
     number: int
@@ -55,8 +58,12 @@ class PassageRules:
 
     def read(self, path: Path) -> list[Passage]:
         """Returns the passages of a file: the paragraphs of its text or rows. Raises ConfigError if it is invalid."""
-        is_text = file_form(path) in TEXT_SUFFIXES
-        found = _paragraphs(_lines(read_documents(path, None))) if is_text else self._row_paragraphs(path)
+        if format_of(path) is not None:
+            found = _page_paragraphs(path)
+        elif file_form(path) in TEXT_SUFFIXES:
+            found = _paragraphs(_lines(read_documents(path, None)))
+        else:
+            found = self._row_paragraphs(path)
         passages: list[Passage] = []
         while some := list(islice(found, BATCH)):
             passages += self._cut(some)
@@ -79,6 +86,18 @@ class PassageRules:
                 yield Passage(paragraph.unit, paragraph.number + lines_before, text.strip("\r\n"))
 
 
+def _page_paragraphs(path: Path) -> Iterator[Passage]:
+    """Yields the paragraphs of a document with their pages. Paragraphs that are counted themselves may be joined."""
+    document = read_document(path)
+    if document.unit == "paragraph":
+        lines = (Passage(document.unit, part.number, line) for part in document.parts for line in (part.text, ""))
+        yield from _paragraphs(lines)
+        return
+    for part in document.parts:
+        for paragraph in _paragraphs(_lines([Piece(part.text, True)])):
+            yield Passage(document.unit, part.number, paragraph.text)
+
+
 def _lines(pieces: Iterable[Piece]) -> Iterator[Passage]:
     """Yields the lines of a document without line ends. Lines that are longer than a piece are split."""
     number = 1
@@ -93,18 +112,18 @@ def _lines(pieces: Iterable[Piece]) -> Iterator[Passage]:
 def _paragraphs(lines: Iterable[Passage]) -> Iterator[Passage]:
     """Joins lines to paragraphs, which end at an empty line."""
     block: list[str] = []
-    number = words = chars = 0
+    unit, number, words, chars = "line", 0, 0, 0
     for line in lines:
         if not block:
-            number, words, chars = line.number, 0, 0
+            unit, number, words, chars = line.unit, line.number, 0, 0
         elif chars > MAX_CHARS or (words >= SHORT_WORDS and not line.text.strip()):
-            yield Passage("line", number, "\n".join(block))
+            yield Passage(unit, number, "\n".join(block))
             block, number, words, chars = [], line.number, 0, 0
         if block or line.text.strip():
             block.append(line.text)
             words, chars = words + len(line.text.split()), chars + len(line.text)
     if block:
-        yield Passage("line", number, "\n".join(block))
+        yield Passage(unit, number, "\n".join(block))
 
 
 ENCODED_PASSAGES = 1024  # passages that are embedded at a time
@@ -132,8 +151,8 @@ class FoundPassage:
 
     @property
     def place(self) -> str:
-        row = f", row {self.passage.number}"
-        return f"{self.file}{row if self.passage.unit == 'row' else f':{self.passage.number}'}"
+        unit, number = self.passage.unit, self.passage.number
+        return f"{self.file}:{number}" if unit == "line" else f"{self.file}, {unit} {number}"
 
     def as_json(self) -> dict[str, Any]:
         found = self.passage
@@ -199,15 +218,23 @@ class PassageIndex:
         """Writes the entries that are missing. Returns the readable files with the names of their entries."""
         entries = {path: self._entry_of(path) for path in files}
         new: dict[str, list[Passage]] = {}
+        collection = Collection()
         for path, entry in list(entries.items()):
             if entry in new or self._path(entry, ".npy").exists():
                 continue
             progress(f"reading {path.name}", 0, 0)
+            if format_of(path) is not None and collection.read(path) is None:
+                del entries[path]
+                continue
             try:
                 new[entry] = self._rules.read(path)
             except ConfigError as error:
                 warn(f"a file is skipped: {str(error).replace('data.text_column', '--text-column')}")
                 del entries[path]
+        if not entries and collection.notes():
+            raise collection.refusal()
+        for note in collection.notes():
+            warn(note)
         done, total = 0, sum(map(len, new.values()))
         for group in _groups(new):
             self._write(group, done, total, progress)
@@ -220,7 +247,8 @@ class PassageIndex:
         except OSError as error:
             raise unreadable(path, error) from None
         form = "".join(path.suffixes[-2:])  # because .txt and .jsonl files with the same content differ in passages
-        return hashlib.sha256(repr((content, form, self._rules.max_tokens, self._rules.column)).encode()).hexdigest()
+        parts = content, form, self._rules.max_tokens, self._rules.column, *readers([path])
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _write(self, entries: dict[str, list[Passage]], done: int, total: int, progress: ReportProgress) -> None:
         """Embeds the passages of several files, and writes an entry for each file."""

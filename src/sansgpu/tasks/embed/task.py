@@ -62,7 +62,8 @@ class TextEmbedding(Embeds, StepWideTask):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
         data, _ = resolve_columns(EmbeddingDataConfig.of(config), TEXT_GROUPS)
-        sources, columns, notes = open_sources(data, TEXT_GROUPS.text_rows), Columns.of(data), list[str]()
+        sources, columns = open_sources(data, TEXT_GROUPS.text_rows, progress), Columns.of(data)
+        notes = sources.notes
         train_rows, held_rows = RowReport.of(data), RowReport.of(data)
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), columns, train_rows)
@@ -147,7 +148,7 @@ class TextEmbedding(Embeds, StepWideTask):
         else:
             data, _ = resolve_columns(EmbeddingDataConfig.of(config).for_dataset(request.data), TEXT_GROUPS)
             source = open_single(request.data, data, TEXT_GROUPS.text_rows)
-            bad_rows, notes = RowReport("skip"), list[str]()
+            bad_rows, notes = RowReport("skip"), list(source.notes)
             rows, name = read_text_rows(source.rows(), Columns.of(data), bad_rows), source.name
             if not rows:
                 raise ConfigError(bad_rows.first or f"{name} has no rows; pass a file with at least one.")

@@ -222,6 +222,8 @@ def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: boo
     made = {part: knowledge(part, files) for part, files in knowledge_parts(local_path(name)).items()}
     if not made:
         splits = open_parts(name, data)
+        for message in splits.notes:
+            note(message)
         parts = ("train", splits.train), ("validation", splits.validation), ("test", splits.test)
         made = {part: rows(source) for part, source in parts if source}
     return GraphSources(made["train"], made.get("validation"), made.get("test"))

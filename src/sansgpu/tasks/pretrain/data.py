@@ -77,7 +77,8 @@ def open_documents(config: Config, cache: Path, progress: ReportProgress) -> tup
         from sansgpu.tasks.pretrain.quality import QualityFilter
 
         quality = QualityFilter.open(config)
-    sources = open_sources(data)
+    sources = open_sources(data, progress=progress)
+    notes += sources.notes
     train = sources.train
     if data.max_gb is not None:
         from sansgpu.data.cleaning import first_bytes

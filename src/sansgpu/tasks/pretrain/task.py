@@ -258,7 +258,10 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             return LanguageModeling(model, cast(TextCorpus, request.own_corpus()).validation)
         default = config.window if loaded.source.config else UNBOUNDED_CONTEXT
         window = request.window_within(_context_of(model), default)
-        source = open_single(request.data, DataConfig(dataset_name=request.data, text_column=config.data.text_column))
+        data = DataConfig(dataset_name=request.data, text_column=config.data.text_column)
+        source = open_single(request.data, data, progress=request.progress)
+        for note in source.notes:
+            request.warn(f"{source.name}: {note}")
         documents = all_documents(build_store(source, tokenizer, request.cache, request.progress))
         # As in pretraining, the last token of a document predicts the first token of the next document.
         around = (tokenizer.prefix_ids, tokenizer.suffix_ids)
