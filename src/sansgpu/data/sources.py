@@ -268,7 +268,7 @@ def _files_source(
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
     if name != PYTHON_STDLIB:
         settings += *configured.settings, *filter(None, (describe_file(path, configured) for path in files))
-    settings += readers(files)
+    settings += (*readers(files),)
     fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 
     def read() -> Iterator[Piece]:

@@ -98,6 +98,7 @@ def archive_of(path: Path) -> Path | None:
 def open_bytes(path: Path) -> IO[bytes]:
     """Opens a file and decompresses it. Raises ConfigError if it expands like a decompression bomb, and OSError."""
     archive = archive_of(path)
+    file: IO[bytes]
     if archive is None:
         file, size = path.open("rb"), path.stat().st_size
     else:

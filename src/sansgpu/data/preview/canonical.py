@@ -15,7 +15,7 @@ from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.preferences import PreferenceRow
 from sansgpu.data.forms.questions import Question
-from sansgpu.data.forms.tags import TaggedText
+from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.preview.example import tagged_spans
 from sansgpu.data.rows import BadRowError, SourceRow
 

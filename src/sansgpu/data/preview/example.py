@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sansgpu.data.forms.chats import Conversation, Message, Prompt
+from sansgpu.data.conll import OUTSIDE
+from sansgpu.data.forms.chats import Conversation, Prompt
 from sansgpu.data.forms.graphs import EntityText, Fact, GraphDocument
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.preferences import PreferenceRow
 from sansgpu.data.forms.questions import Question
-from sansgpu.data.forms.tags import OUTSIDE, TaggedText
+from sansgpu.data.forms.turns import Message
+from sansgpu.data.forms.words import TaggedText
 
 # Fields of a Conversation that have parts of their own, or only say how it is read. Any other field is shown, too.
 _CONVERSATION_FIELDS = {"where", "turns", "first", "plain", "text", "parse_special"}

@@ -19,7 +19,7 @@ from sansgpu.data.files import Piece
 from sansgpu.data.forms.form import Form, Forms, is_empty
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
-from sansgpu.data.forms.tags import TaggedText
+from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.preview.example import Parts, answers_in, learned_length, parts_of, tagged_spans, text_in
 from sansgpu.data.preview.look import AnswerLook, LeftOut, LengthLook, Repetition, SplitLook
 from sansgpu.data.row_report import RowReport

@@ -11,7 +11,7 @@ from sansgpu.data.forms.chats import Conversation, Prompt
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.preferences import PreferenceRow
 from sansgpu.data.forms.questions import Question
-from sansgpu.data.forms.tags import TaggedText
+from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.preview.example import (
     ExamplePart,
     Parts,
