@@ -117,11 +117,11 @@ class DataConfig(Section):
         description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's template",
         json_schema_extra=INPUT_PATH,
     )
-    system_column: str | None = Field(
+    system_column: str | StrictInt | None = Field(
         None,
         description="column with the system message of a chat. Default: `system`, `system_prompt` or `system_message`",
     )
-    tools_column: str | None = Field(
+    tools_column: str | StrictInt | None = Field(
         None,
         description="column with the tools of a chat, a list of JSON schemas or such a list as text. Default: `tools` "
         "or `functions`",
