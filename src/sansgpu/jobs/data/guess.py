@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, UnreachableError
 from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import file_form, read_rows
 from sansgpu.data.forms.form import Form, Forms, resolve_columns
@@ -127,6 +127,8 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
         try:
             first, columns, problem = opened.first_rows(kind)
             sample = list(islice(FORMS[kind].single_rows(first), GUESSED_ROWS))
+        except UnreachableError:  # every other kind of rows would wait for the Hub again
+            raise
         except ConfigError as error:
             problems.append(error)
             continue
