@@ -119,7 +119,7 @@ def test_what_is_read_is_shown_and_the_data_stay(tmp_path: Path, capsys: Capture
     everything = shown(capsys, path, "--all")
     assert re.findall(r"^--- row (\d)", everything, re.MULTILINE) == ["1", "2", "3", "4"]
     assert cli(["data", str(path), "--row", "5"]) == 2
-    assert capsys.readouterr().err == f"sansgpu: --row is 5, but {path} has only 4 rows.\n"
+    assert capsys.readouterr().err == f"sansgpu: --row is 5, but {path} has only 4 rows; lower it.\n"
     assert cli(["data", str(path), "--row", "1", "--all"]) == 2
 
 

@@ -48,7 +48,7 @@ class _DataOptions:
 
 @with_fields
 def data(given: _DataOptions) -> None:
-    """Show what a dataset contains, and what a model will learn from it.
+    """Show what a dataset contains and what will be learned.
 
     Counts forms, columns, invalid rows, duplicates, lengths and labels. Never changes the data.
 

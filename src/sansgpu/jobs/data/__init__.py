@@ -238,7 +238,7 @@ class _Look:
             raise ConfigError(train.problem or f"{self._sources.train.name} has no rows; add some.")
         row = self._request.row
         if row is not None and not self._examples:
-            raise ConfigError(f"--row is {row}, but {self._sources.train.name} has only {train.rows:,} rows.")
+            raise ConfigError(f"--row is {row}, but {self._sources.train.name} has only {train.rows:,} rows; lower it.")
 
     def _chosen_examples(self, train: SplitFacts) -> list[RowExample]:
         """Returns the first example, the longest, and the first of each form."""

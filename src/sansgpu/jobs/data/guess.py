@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, UnreachableError
 from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import file_form, read_rows
 from sansgpu.data.forms.form import Form, Forms, resolve_columns
@@ -44,6 +44,7 @@ class OpenedData:
     def __init__(self, data: DataConfig) -> None:
         self._data = data
         self._opened: list[tuple[DataConfig, bool, Sources]] = []
+        self._first: dict[tuple[int, str], tuple[list[SourceRow], ConfigError | None]] = {}
 
     def open(self, kind: str) -> tuple[Sources, DataConfig, str | None]:
         """Returns the sources, the settings with the columns of tables without a header, and a message about them."""
@@ -56,17 +57,40 @@ class OpenedData:
         self._opened.append((data, forms.text_rows, sources))
         return sources, data, note
 
+    def first_rows(self, kind: str) -> tuple[list[SourceRow], Columns, ConfigError | None]:
+        """Returns the first rows of the training data, the columns, and the error that ended reading earlier, if any.
+
+        The rows are read once for all kinds of rows that see the same, because a .json file is parsed as a whole.
+        """
+        sources, data, _ = self.open(kind)
+        columns = Columns.of(data)
+        is_special = has_documents(sources.train, kind) or _has_triples(sources.train, kind, columns)
+        key = id(sources), kind if is_special else ""
+        if key not in self._first:
+            rows, problem = list[SourceRow](), None
+            try:
+                for row in islice(rows_of(sources.train, kind, columns), GUESSED_ROWS):
+                    rows.append(row)
+            except ConfigError as error:  # of a damaged file, the rows before the damage are used
+                problem = error
+            self._first[key] = rows, problem
+        return self._first[key][0], columns, self._first[key][1]
+
 
 def rows_of(source: Source, kind: str, columns: Columns) -> Iterator[SourceRow]:
     """Yields the rows of a source, as the tasks that read this kind of rows see them."""
-    paths = list(source.files.values())
     if has_documents(source, kind):
         yield from _documents(source)
-    elif kind == "graphs" and any(has_bare_triples(path, columns) for path in paths):
-        for path in paths:
+    elif _has_triples(source, kind, columns):
+        for path in source.files.values():
             yield from read_rows(path, FACT_KEYS if has_bare_triples(path, columns) else True)
     else:
         yield from source.rows()
+
+
+def _has_triples(source: Source, kind: str, columns: Columns) -> bool:
+    """Returns whether a graph has tables without a header whose lines are triples."""
+    return kind == "graphs" and any(has_bare_triples(path, columns) for path in source.files.values())
 
 
 def has_documents(source: Source, kind: str) -> bool:
@@ -100,14 +124,15 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
     problems: list[ConfigError] = []
     seen: list[SourceRow] = []
     for place, kind in enumerate((*ORDER, *(kind for kind in FORMS if kind not in ORDER))):
-        sample: list[SourceRow] = []
         try:
-            sources, data, _ = opened.open(kind)
-            columns = Columns.of(data)
-            for row in islice(FORMS[kind].single_rows(rows_of(sources.train, kind, columns)), GUESSED_ROWS):
-                sample.append(row)
-        except ConfigError as error:  # with a damaged file, the rows before the damage are used
+            first, columns, problem = opened.first_rows(kind)
+            sample = list(islice(FORMS[kind].single_rows(first), GUESSED_ROWS))
+        except UnreachableError:  # every other kind of rows would wait for the Hub again
+            raise
+        except ConfigError as error:
             problems.append(error)
+            continue
+        problems += [problem] if problem else []
         seen = sample or seen
         if sample and (fit := _fit(FORMS[kind], sample, columns)) is not None:
             quality, form = fit
