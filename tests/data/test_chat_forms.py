@@ -123,7 +123,8 @@ def test_the_best_and_the_worst_of_ultrafeedbacks_completions_are_compared() -> 
     row, report = {"source": "x", "instruction": "a?", "completions": completions}, RowReport("fail")
     found = PREFERENCES.read(SourceRow(WHERE, row), report=report)
     assert [one.turns[-1]["content"] for one in found.conversations] == ["b", "e"]
-    assert {*report.unused} == {"source", "the completions between the best and the worst"}
+    others = "the completions between the best and the worst", "model of a completion"
+    assert {*report.unused} == {"source", *others}
     with pytest.raises(BadRowError, match="has no two completions with different scores"):
         PREFERENCES.read(SourceRow(WHERE, {**row, "completions": completions[:1] * 2}))
 
@@ -339,6 +340,22 @@ def test_a_text_of_chatml_turns_is_a_conversation_if_the_model_has_a_template() 
         text[: text.index("<|im_start|>assistant")],
     ):
         assert read({"text": other}) == Conversation(WHERE, text=other)
+
+
+def test_what_a_form_does_not_read_is_named() -> None:
+    for row, unused in (
+        ({"text": "a", "system": "b", "tools": [TOOL]}, {"system", "tools"}),
+        ({"instruction": "a?", "input": "x", "context": "y", "output": "b"}, {"context"}),
+        (
+            {"messages": [*TURNS], "system": "a", "system_prompt": "b", "history": [[]]},
+            {"system_prompt", "history"},
+        ),
+        ({"prompt": "a?", "completion": "b", "input": "c", "text": "d", "image": "e"}, {"input", "text", "image"}),
+        ({"query": "a?", "tools": [TOOL], "answers": [{"name": "look"}], "context": "c"}, {"context"}),
+    ):
+        report = RowReport("fail")
+        CONVERSATIONS.read(SourceRow(WHERE, row), report=report)
+        assert {*report.unused} == unused
 
 
 def test_a_text_that_looks_like_json_stays_a_text() -> None:

@@ -260,10 +260,20 @@ def _calls(row: SourceRow, columns: Columns) -> Conversation:
 def _text(row: SourceRow, columns: Columns) -> Conversation:
     text = nonempty_in(row, "text")
     _require_unicode(row, text)
-    turns = chatml_turns(text)
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+    if not (turns := _answered_turns(text)):
         return Conversation(row.where, text=text)
     return replace(build_conversation(row, all_turns(row, turns, "text", columns), 0, columns), text=text)
+
+
+def _answered_turns(text: Any) -> list[Message]:
+    """Returns the turns of a text that consists of ChatML turns and has an answer; of other texts, an empty list."""
+    turns = chatml_turns(text) if isinstance(text, str) else []
+    return turns if any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns) else []
+
+
+def _unused_beside_text(row: Row, columns: Columns) -> Iterator[str]:
+    chosen = chat_columns(row, columns) if _answered_turns(row["text"]) else ()
+    return unused_columns(row, ("text", *(name for name in chosen if name is not None)), columns)
 
 
 def chat_form(
@@ -274,14 +284,14 @@ def chat_form(
     recognizes: Callable[[Row, Columns], bool] | None = None,
 ) -> Form[Any]:
     """Returns a form that also uses the columns of the system message and of tools."""
-    asks = bool({*keys} & {*INSTRUCTION_COLUMNS})
+    has_context = "history" in optional and bool({*keys} & {*INSTRUCTION_COLUMNS})
 
     def unused(row: Row, columns: Columns) -> Iterator[str]:
-        context = first_column(row, CONTEXT_COLUMNS) if asks else None
+        context = first_column(row, CONTEXT_COLUMNS) if has_context else None
         chosen = (*chat_columns(row, columns), context)
         return unused_columns(row, (*keys, *optional, *(name for name in chosen if name is not None)), columns)
 
-    further = (*optional, *(CONTEXT_COLUMNS if asks else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
+    further = (*optional, *(CONTEXT_COLUMNS if has_context else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
     return Form(keys, read, example, further, recognizes, unused=unused)
 
 
@@ -313,7 +323,7 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
                "answers": '[{"name": "add", "arguments": {"a": 2, "b": 2}}]'}),
     *(chat_form(pair, _pair_in(*pair), dict(zip(pair, ("What is 2 + 2?", "4"), strict=True)), ("history",))
       for pair in PAIRS if pair != ("instruction", "output")),
-    chat_form(("text",), _text, {"text": "A text of which all tokens are learned."}),
+    Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),
     *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
 ), column_of=_column_of_turns)  # fmt: skip
 

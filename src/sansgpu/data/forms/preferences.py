@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from sansgpu.data.forms.chats import (
     instruction_and_answer,
     prompt_and_answer,
 )
-from sansgpu.data.forms.form import Form, Forms
+from sansgpu.data.forms.form import Form, Forms, is_empty
 from sansgpu.data.forms.turns import decoded, role_of
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
@@ -115,8 +115,15 @@ def _of_ranked(form: Form[PreferenceRow]) -> Form[PreferenceRow]:
     """Returns a form that also names the completions that are not compared."""
     return replace(form, unused=lambda row, columns: [
         *(form.unused(row, columns) if form.unused is not None else ()),
-        *(["the completions between the best and the worst"] if len(decoded(row["completions"])) > 2 else []),
+        *_unused_of_completions([one for one in decoded(row["completions"]) if isinstance(one, dict)]),
     ])  # fmt: skip
+
+
+def _unused_of_completions(completions: Sequence[Row]) -> Iterator[str]:
+    if len(completions) > 2:
+        yield "the completions between the best and the worst"
+    keys = dict.fromkeys(key for one in completions for key, value in one.items() if not is_empty(value))
+    yield from (f"{key} of a completion" for key in keys if key not in ("response", *SCORE_KEYS))
 
 
 def _has_prompt(row: Row, columns: Columns) -> bool:

@@ -170,7 +170,7 @@ def _keyed_turns(value: Message) -> Iterator[Message]:
     found = {key: TURN_KEYS[key] for key in value if key in TURN_KEYS and isinstance(value[key], str)}
     keys = sorted(found, key=lambda key: list(FOLLOWS).index(found[key]))
     others = {key: part for key, part in value.items() if key not in found}
-    if len(set(found.values())) < len(keys) or not keys:  # two questions, for example
+    if len(set(found.values())) < len(keys) or not keys or "content" in value:  # two questions, for example
         yield value
         return
     yield from ({"role": found[key], "content": value[key]} for key in keys[:-1])
