@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.schema import DataConfig
-from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
+from sansgpu.data.forms.chats import PROMPTS, ConversationOptions, Prompt
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_single
@@ -126,7 +126,7 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
             "generation."
         )
     bad_rows = RowReport("skip")
-    options = ChatOptions.of(loaded.config.data)
+    options = ConversationOptions.of(loaded.config.data)
     prompts = list(_encoded(request.data, model, options, bad_rows, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
@@ -187,7 +187,7 @@ def _complete_rest(
 
 
 def _encoded(
-    name: str, model: BatchModel, options: ChatOptions, bad_rows: RowReport, progress: ReportProgress
+    name: str, model: BatchModel, options: ConversationOptions, bad_rows: RowReport, progress: ReportProgress
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 

@@ -35,6 +35,7 @@ from sansgpu.data.forms.turns import (
     merged_turns,
     read_turns,
     role_of,
+    turns_in_text,
     with_calls,
 )
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
@@ -106,7 +107,7 @@ class Conversation(TypedRow):
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class ConversationOptions:
     """The configuration keys that apply to conversations in all forms of rows."""
 
     columns: Columns = USUAL
@@ -115,7 +116,7 @@ class ChatOptions:
     last_answer_only: bool = False
 
     @classmethod
-    def of(cls, data: DataConfig, learn: str = "all") -> ChatOptions:
+    def of(cls, data: DataConfig, learn: str = "all") -> ConversationOptions:
         columns = Columns(system=data.system_column, tools=data.tools_column)
         return cls(columns, data.merge_turns, data.parse_special_tokens, learn == "last")
 
@@ -192,6 +193,7 @@ def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, col
     Only the answer is learned. Turns in the column `history` precede the prompt.
     """
     require_nonempty(row.where, answer, column)
+    prompt, answer = turns_in_text(prompt), turns_in_text(answer)
     asked, history = _as_turns(prompt, "user"), history_turns(row)
     plain = None
     if isinstance(prompt, str) and isinstance(answer, str) and not history:
@@ -346,7 +348,7 @@ def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
 
 def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
-    prompt = row.value["prompt"]
+    prompt = turns_in_text(row.value["prompt"])
     require_nonempty(row.where, prompt, "prompt")
     found = _build_prompt(row, _as_turns(prompt, "user"), "prompt", columns)
     is_text = isinstance(prompt, str) and is_empty(row.value.get("history"))
