@@ -358,6 +358,10 @@ def test_what_a_form_does_not_read_is_named() -> None:
             {"system_prompt", "history"},
         ),
         ({"prompt": "a?", "completion": "b", "input": "c", "text": "d", "image": "e"}, {"input", "text", "image"}),
+        (
+            {"messages": [{**ASKED, "content": [{"type": "text", "text": "a?", "cache_control": 1}]}, GIVEN]},
+            {"cache_control of a part"},
+        ),
         ({"query": "a?", "tools": [TOOL], "answers": [{"name": "look"}], "context": "c"}, {"context"}),
     ):
         report = RowReport("fail")

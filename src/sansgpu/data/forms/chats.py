@@ -36,6 +36,7 @@ from sansgpu.data.forms.turns import (
     read_turns,
     role_of,
     turns_in_text,
+    unused_of_parts,
     with_calls,
 )
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
@@ -291,7 +292,8 @@ def chat_form(
     def unused(row: Row, columns: Columns) -> Iterator[str]:
         context = first_column(row, CONTEXT_COLUMNS) if has_context else None
         chosen = (*chat_columns(row, columns), context)
-        return unused_columns(row, (*keys, *optional, *(name for name in chosen if name is not None)), columns)
+        yield from unused_columns(row, (*keys, *optional, *(name for name in chosen if name is not None)), columns)
+        yield from dict.fromkeys(name for key in (*keys, *optional) for name in unused_of_parts(row.get(key)))
 
     further = (*optional, *(CONTEXT_COLUMNS if has_context else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
     return Form(keys, read, example, further, recognizes, unused=unused)

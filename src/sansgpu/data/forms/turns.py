@@ -108,7 +108,7 @@ def turns_in_text(value: Any) -> Any:
     """Returns turns that are given as text, as in the cells of CSV files; returns other values unchanged."""
     found = decoded(value)
     first = found[0] if isinstance(found, list) and found else found
-    is_turn = isinstance(first, dict) and role_of(first) in ROLES and any(key in first for key in CONTENT_KEYS)
+    is_turn = isinstance(first, dict) and role_of(first) in tuple(FOLLOWS) and any(key in first for key in CONTENT_KEYS)
     return found if is_turn else value
 
 
@@ -236,6 +236,17 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, str) or (
         isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
     )
+
+
+def unused_of_parts(turns: Any) -> Iterator[str]:
+    """Names the keys beside the text in parts of contents, such as `cache_control`."""
+    listed = decoded(turns)
+    for turn in listed if isinstance(listed, (list, tuple)) else [listed]:
+        for key in CONTENT_KEYS if isinstance(turn, dict) and role_of(turn) != "tool" else ():
+            parts = turn.get(key)
+            found = (part for part in (parts if isinstance(parts, list) else ()) if isinstance(part, dict))
+            keys = dict.fromkeys(name for part in found for name, value in part.items() if value is not None)
+            yield from (f"{name} of a part" for name in keys if name not in ("type", "text"))
 
 
 def with_calls(where: str, number: int, turn: Message) -> Message:
