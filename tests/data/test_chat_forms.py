@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sansgpu.data.files import read_rows
-from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS, ChatOptions, Conversation
+from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS, Conversation, ConversationOptions
 from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
@@ -42,6 +42,7 @@ SAME_TURNS: dict[str, Any] = {
     "JSON texts": {"messages": [json.dumps(turn) for turn in TURNS]},
     "Python text": {"messages": str([*TURNS])},
     "lists of keys": {"messages": {"role": ["user", "assistant"], "content": ["a?", "b"]}},
+    "turns as text": {"prompt": str([ASKED]), "completion": json.dumps(GIVEN)},
     "keys of roles": {"messages": [{"user": "a?"}, {"assistant": "b"}]},
     "both in one": {"conversations": [{"human": "a?", "assistant": "b"}]},
     "the answer first": {"conversation": [{"output": "b", "input": "a?"}]},
@@ -123,7 +124,8 @@ def test_the_best_and_the_worst_of_ultrafeedbacks_completions_are_compared() -> 
     row, report = {"source": "x", "instruction": "a?", "completions": completions}, RowReport("fail")
     found = PREFERENCES.read(SourceRow(WHERE, row), report=report)
     assert [one.turns[-1]["content"] for one in found.conversations] == ["b", "e"]
-    assert {*report.unused} == {"source", "the completions between the best and the worst"}
+    others = "the completions between the best and the worst", "model of a completion"
+    assert {*report.unused} == {"source", *others}
     with pytest.raises(BadRowError, match="has no two completions with different scores"):
         PREFERENCES.read(SourceRow(WHERE, {**row, "completions": completions[:1] * 2}))
 
@@ -248,7 +250,7 @@ def test_answers_that_are_not_to_be_learned_are_known(flag: dict[str, Any]) -> N
 
 
 def test_only_the_last_answer_is_learned_on_request() -> None:
-    options = ChatOptions(last_answer_only=True)
+    options = ConversationOptions(last_answer_only=True)
     assert options.applied(read({"messages": [*TURNS, *TURNS]})).learned_turns == [3]
     with pytest.raises(BadRowError, match="no assistant turn to learn"):
         options.applied(read({"messages": [*TURNS, ASKED, {**GIVEN, "weight": 0}]}))
@@ -285,16 +287,16 @@ def test_turns_are_merged_on_request(
 ) -> None:
     found = read({"messages": texts(*turns)})
     assert found.turns == tuple(texts(*turns))
-    after = ChatOptions(merge_turns=True).applied(found)
+    after = ConversationOptions(merge_turns=True).applied(found)
     assert (after.turns, after.learned_turns) == (tuple(texts(*merged)), learned)
 
 
 def test_a_prompt_is_not_merged_with_its_answer() -> None:
     row = {"prompt": [ASKED, GIVEN], "completion": [GIVEN]}
-    found = ChatOptions(merge_turns=True).applied(read(row))
+    found = ConversationOptions(merge_turns=True).applied(read(row))
     assert (found.turns, found.learned_turns) == ((ASKED, GIVEN, GIVEN), [2])
     unlearned = read({"messages": [ASKED, {**GIVEN, "weight": 0}, GIVEN, *TURNS]})
-    assert ChatOptions(merge_turns=True).applied(unlearned).learned_turns == [3]
+    assert ConversationOptions(merge_turns=True).applied(unlearned).learned_turns == [3]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -312,6 +314,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "broken arguments": (calling({"tool_calls": [{"name": "look", "arguments": '{"at": '}]}), "not valid JSON"),
     "a call that is none": ({"conversations": [["user", "a?"], ["function_call", "look!"]]}, "has the tool call"),
     "no answers": ({"query": "a?", "tools": [TOOL], "answers": "[]"}, "has no answers"),
+    "lists of two lengths": ({"messages": {"role": ["user"], "content": ["a?", "b"]}}, "has a value of type dict"),
     "one text": ({"messages": ["x"]}, "has a value of type str as turn 1"),
     "a role": ({"conversations": [["user", "a?"], ["narrator", "b"]]}, "unknown role .narrator. in turn 2"),
 }  # fmt: skip
@@ -339,6 +342,31 @@ def test_a_text_of_chatml_turns_is_a_conversation_if_the_model_has_a_template() 
         text[: text.index("<|im_start|>assistant")],
     ):
         assert read({"text": other}) == Conversation(WHERE, text=other)
+
+
+def test_a_prompt_may_be_turns_as_text() -> None:
+    prompt = PROMPTS.read(SourceRow(WHERE, {"prompt": str([ASKED]), "answer": "b"}))
+    assert (prompt.turns, prompt.text) == ((ASKED,), "")
+
+
+def test_what_a_form_does_not_read_is_named() -> None:
+    for row, unused in (
+        ({"text": "a", "system": "b", "tools": [TOOL]}, {"system", "tools"}),
+        ({"instruction": "a?", "input": "x", "context": "y", "output": "b"}, {"context"}),
+        (
+            {"messages": [*TURNS], "system": "a", "system_prompt": "b", "history": [[]]},
+            {"system_prompt", "history"},
+        ),
+        ({"prompt": "a?", "completion": "b", "input": "c", "text": "d", "image": "e"}, {"input", "text", "image"}),
+        (
+            {"messages": [{**ASKED, "content": [{"type": "text", "text": "a?", "cache_control": 1}]}, GIVEN]},
+            {"cache_control of a part"},
+        ),
+        ({"query": "a?", "tools": [TOOL], "answers": [{"name": "look"}], "context": "c"}, {"context"}),
+    ):
+        report = RowReport("fail")
+        CONVERSATIONS.read(SourceRow(WHERE, row), report=report)
+        assert {*report.unused} == unused
 
 
 def test_a_text_that_looks_like_json_stays_a_text() -> None:

@@ -17,7 +17,7 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.schema import DataConfig
-from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
+from sansgpu.data.forms.chats import PROMPTS, ConversationOptions, Prompt
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.shards import rows_with_progress
@@ -139,7 +139,7 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
     if request.variables and model.chat_ids is None:
         raise ConfigError(f"{target} has no chat template; remove --template-variable.")
     bad_rows = RowReport("skip")
-    options = ChatOptions.of(loaded.config.data)
+    options = ConversationOptions.of(loaded.config.data)
     source = open_single(request.data, DataConfig(dataset_name=request.data), text_rows=True, progress=progress)
     for note in source.notes:
         warn(f"{request.data}: {note}")
@@ -203,7 +203,7 @@ def _complete_rest(
 
 
 def _encoded(
-    rows: Iterable[SourceRow], variables: Variables, model: BatchModel, options: ChatOptions, bad_rows: RowReport
+    rows: Iterable[SourceRow], variables: Variables, model: BatchModel, options: ConversationOptions, bad_rows: RowReport
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 

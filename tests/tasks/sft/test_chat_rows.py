@@ -8,7 +8,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config
-from sansgpu.data.forms.chats import ChatOptions
+from sansgpu.data.forms.chats import ConversationOptions
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_single
@@ -43,7 +43,7 @@ def shown(row: Any, template: str = "tooled", **chosen: Any) -> tuple[str, list[
     """Returns the text of a row with its targets in brackets, and the messages about it."""
     tokenizer, notes = TOKENIZERS[template], ReadingNotes(RowReport("skip"))
     found = tokenize_conversations(
-        [SourceRow("a.jsonl, line 1", row)], tokenizer, 500, "truncate", notes, ChatOptions(**chosen)
+        [SourceRow("a.jsonl, line 1", row)], tokenizer, 500, "truncate", notes, ConversationOptions(**chosen)
     )
     text = "".join(show_masked(*found.example(number), tokenizer) for number in range(len(found)))
     return text, [*notes.messages("a.jsonl", 500)]

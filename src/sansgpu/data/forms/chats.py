@@ -36,6 +36,8 @@ from sansgpu.data.forms.turns import (
     merged_turns,
     read_turns,
     role_of,
+    turns_in_text,
+    unused_of_parts,
     with_calls,
 )
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
@@ -106,7 +108,7 @@ class Conversation(TypedRow):
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class ConversationOptions:
     """The configuration keys that apply to conversations in all forms of rows."""
 
     columns: Columns = USUAL
@@ -115,7 +117,7 @@ class ChatOptions:
     last_answer_only: bool = False
 
     @classmethod
-    def of(cls, data: DataConfig, learn: str = "all") -> ChatOptions:
+    def of(cls, data: DataConfig, learn: str = "all") -> ConversationOptions:
         columns = Columns(system=data.system_column, tools=data.tools_column)
         return cls(columns, data.merge_turns, data.parse_special_tokens, learn == "last")
 
@@ -192,6 +194,7 @@ def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, col
     Only the answer is learned. Turns in the column `history` precede the prompt.
     """
     require_nonempty(row.where, answer, column)
+    prompt, answer = turns_in_text(prompt), turns_in_text(answer)
     asked, history = _as_turns(prompt, "user"), history_turns(row)
     plain = None
     if isinstance(prompt, str) and isinstance(answer, str) and not history:
@@ -260,10 +263,20 @@ def _calls(row: SourceRow, columns: Columns) -> Conversation:
 def _text(row: SourceRow, columns: Columns) -> Conversation:
     text = nonempty_in(row, "text")
     _require_unicode(row, text)
-    turns = chatml_turns(text)
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+    if not (turns := _answered_turns(text)):
         return Conversation(row.where, text=text)
     return replace(build_conversation(row, all_turns(row, turns, "text", columns), 0, columns), text=text)
+
+
+def _answered_turns(text: Any) -> list[Message]:
+    """Returns the turns of a text that consists of ChatML turns and has an answer; of other texts, an empty list."""
+    turns = chatml_turns(text) if isinstance(text, str) else []
+    return turns if any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns) else []
+
+
+def _unused_beside_text(row: Row, columns: Columns) -> Iterator[str]:
+    chosen = chat_columns(row, columns) if _answered_turns(row["text"]) else ()
+    return unused_columns(row, ("text", *(name for name in chosen if name is not None)), columns)
 
 
 def chat_form(
@@ -274,14 +287,15 @@ def chat_form(
     recognizes: Callable[[Row, Columns], bool] | None = None,
 ) -> Form[Any]:
     """Returns a form that also uses the columns of the system message and of tools."""
-    asks = bool({*keys} & {*INSTRUCTION_COLUMNS})
+    has_context = "history" in optional and bool({*keys} & {*INSTRUCTION_COLUMNS})
 
     def unused(row: Row, columns: Columns) -> Iterator[str]:
-        context = first_column(row, CONTEXT_COLUMNS) if asks else None
+        context = first_column(row, CONTEXT_COLUMNS) if has_context else None
         chosen = (*chat_columns(row, columns), context)
-        return unused_columns(row, (*keys, *optional, *(name for name in chosen if name is not None)), columns)
+        yield from unused_columns(row, (*keys, *optional, *(name for name in chosen if name is not None)), columns)
+        yield from dict.fromkeys(name for key in (*keys, *optional) for name in unused_of_parts(row.get(key)))
 
-    further = (*optional, *(CONTEXT_COLUMNS if asks else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
+    further = (*optional, *(CONTEXT_COLUMNS if has_context else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
     return Form(keys, read, example, further, recognizes, unused=unused)
 
 
@@ -313,7 +327,7 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
                "answers": '[{"name": "add", "arguments": {"a": 2, "b": 2}}]'}),
     *(chat_form(pair, _pair_in(*pair), dict(zip(pair, ("What is 2 + 2?", "4"), strict=True)), ("history",))
       for pair in PAIRS if pair != ("instruction", "output")),
-    chat_form(("text",), _text, {"text": "A text of which all tokens are learned."}),
+    Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),
     *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
 ), column_of=_column_of_turns)  # fmt: skip
 
@@ -336,7 +350,7 @@ def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
 
 def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
-    prompt = row.value["prompt"]
+    prompt = turns_in_text(row.value["prompt"])
     require_nonempty(row.where, prompt, "prompt")
     found = _build_prompt(row, _as_turns(prompt, "user"), "prompt", columns)
     is_text = isinstance(prompt, str) and is_empty(row.value.get("history"))

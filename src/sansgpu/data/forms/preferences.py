@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from sansgpu.data.forms.chats import (
     instruction_and_answer,
     prompt_and_answer,
 )
-from sansgpu.data.forms.form import Form, Forms
-from sansgpu.data.forms.turns import decoded, role_of
+from sansgpu.data.forms.form import Form, Forms, is_empty
+from sansgpu.data.forms.turns import decoded, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
@@ -61,18 +61,11 @@ def _of_two(row: SourceRow, conversations: Sequence[Conversation]) -> Preference
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
     if row.value["chosen"] == row.value["rejected"]:
         raise bad_row(row.where, "has identical chosen and rejected answers")
-    return _turns_of(row.value["chosen"]), _turns_of(row.value["rejected"])
-
-
-def _turns_of(answer: Any) -> Any:
-    """Returns an answer; if it is JSON text of turns, as in CSV files, the turns."""
-    found = decoded(answer)
-    first = found[0] if isinstance(found, list) and found else found
-    return found if isinstance(first, dict) and role_of(first) is not None else answer
+    return turns_in_text(row.value["chosen"]), turns_in_text(row.value["rejected"])
 
 
 def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
-    return lambda row, columns: _pair(row, columns, _turns_of(row.value[column]), _two_answers(row))
+    return lambda row, columns: _pair(row, columns, turns_in_text(row.value[column]), _two_answers(row))
 
 
 def _pair_with_instruction_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
@@ -117,15 +110,22 @@ def _of_ranked(form: Form[PreferenceRow]) -> Form[PreferenceRow]:
     """Returns a form that also names the completions that are not compared."""
     return replace(form, unused=lambda row, columns: [
         *(form.unused(row, columns) if form.unused is not None else ()),
-        *(["the completions between the best and the worst"] if len(decoded(row["completions"])) > 2 else []),
+        *_unused_of_completions([one for one in decoded(row["completions"]) if isinstance(one, dict)]),
     ])  # fmt: skip
+
+
+def _unused_of_completions(completions: Sequence[Row]) -> Iterator[str]:
+    if len(completions) > 2:
+        yield "the completions between the best and the worst"
+    keys = dict.fromkeys(key for one in completions for key, value in one.items() if not is_empty(value))
+    yield from (f"{key} of a completion" for key in keys if key not in ("response", *SCORE_KEYS))
 
 
 def _has_prompt(row: Row, columns: Columns) -> bool:
     """Returns whether a row has a prompt, and the chosen turns do not include it, as in ultrafeedback_binarized."""
     if any(row.get(key) is None for key in ("prompt", "chosen", "rejected")):
         return False
-    chosen = _turns_of(row["chosen"])
+    chosen = turns_in_text(row["chosen"])
     return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))
 
 

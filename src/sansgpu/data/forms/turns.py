@@ -104,6 +104,14 @@ def role_of(turn: Any) -> Any:
     return ROLES.get(role.strip().lower(), role) if isinstance(role, str) else role
 
 
+def turns_in_text(value: Any) -> Any:
+    """Returns turns that are given as text, as in the cells of CSV files; returns other values unchanged."""
+    found = decoded(value)
+    first = found[0] if isinstance(found, list) and found else found
+    is_turn = isinstance(first, dict) and role_of(first) in tuple(FOLLOWS) and any(key in first for key in CONTENT_KEYS)
+    return found if is_turn else value
+
+
 def looks_like_turns(value: Any) -> bool:
     """Returns whether the value of a column is a list of turns, or such a list as JSON text."""
     value = decoded(value)
@@ -117,7 +125,7 @@ def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterato
     """
     values = decoded(values)
     if isinstance(values, dict) and any(isinstance(values.get(key), list) for key in ROLE_KEYS):
-        values = _from_lists(values)
+        values = _from_lists(without_nulls(values))
     if isinstance(values, str):
         values = chatml_turns(values) or values
     if not isinstance(values, (list, tuple)):
@@ -130,10 +138,12 @@ def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterato
         yield _turn(where, number, value)
 
 
-def _from_lists(values: Mapping[str, Any]) -> list[Message]:
+def _from_lists(values: Mapping[str, Any]) -> Any:
     """Returns the turns of an object with a list for each key, as older versions of `datasets` store them."""
-    lists = {key: part for key, part in values.items() if isinstance(part, list)}
-    return [dict(zip(lists, turn, strict=False)) for turn in zip(*lists.values(), strict=False)]
+    lengths = {len(part) if isinstance(part, list) else None for part in values.values()}
+    if len(lengths) > 1 or None in lengths:
+        return values
+    return [dict(zip(values, turn, strict=True)) for turn in zip(*values.values(), strict=True)]
 
 
 def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
@@ -170,7 +180,7 @@ def _keyed_turns(value: Message) -> Iterator[Message]:
     found = {key: TURN_KEYS[key] for key in value if key in TURN_KEYS and isinstance(value[key], str)}
     keys = sorted(found, key=lambda key: list(FOLLOWS).index(found[key]))
     others = {key: part for key, part in value.items() if key not in found}
-    if len(set(found.values())) < len(keys) or not keys:  # two questions, for example
+    if len(set(found.values())) < len(keys) or not keys or "content" in value:  # two questions, for example
         yield value
         return
     yield from ({"role": found[key], "content": value[key]} for key in keys[:-1])
@@ -226,6 +236,17 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, str) or (
         isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
     )
+
+
+def unused_of_parts(turns: Any) -> Iterator[str]:
+    """Names the keys beside the text in parts of contents, such as `cache_control`."""
+    listed = decoded(turns)
+    for turn in listed if isinstance(listed, (list, tuple)) else [listed]:
+        for key in CONTENT_KEYS if isinstance(turn, dict) and role_of(turn) != "tool" else ():
+            parts = turn.get(key)
+            found = (part for part in (parts if isinstance(parts, list) else ()) if isinstance(part, dict))
+            keys = dict.fromkeys(name for part in found for name, value in part.items() if value is not None)
+            yield from (f"{name} of a part" for name in keys if name not in ("type", "text"))
 
 
 def with_calls(where: str, number: int, turn: Message) -> Message:

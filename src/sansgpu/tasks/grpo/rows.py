@@ -12,7 +12,7 @@ import numpy as np
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.answers import ANSWER_COLUMNS, answer_column
-from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
+from sansgpu.data.forms.chats import PROMPTS, ConversationOptions, Prompt
 from sansgpu.data.forms.form import is_empty
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow, bad_row
@@ -95,7 +95,7 @@ def read_prompts(
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
     grpo, found, too_long = GRPOTrainingConfig.of(config).grpo, ReadingNotes(RowReport.of(config.data)), 0
-    options = ChatOptions.of(config.data)
+    options = ConversationOptions.of(config.data)
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
 
     def parse(row: SourceRow) -> PromptRow:

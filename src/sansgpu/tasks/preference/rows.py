@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.forms.chats import ChatOptions, Conversation
+from sansgpu.data.forms.chats import Conversation, ConversationOptions
 from sansgpu.data.forms.preferences import PREFERENCES, PreferenceRow
 from sansgpu.data.rows import SourceRow, bad_row
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
@@ -39,7 +39,7 @@ def tokenize_preferences(
     long_rows: Literal["truncate", "drop"],
     rated: bool,
     notes: ReadingNotes,
-    options: ChatOptions = DEFAULTS,
+    options: ConversationOptions = DEFAULTS,
 ) -> list[Answers]:
     """Tokenizes rows in order, which must all have the same form. If `rated`, each answer becomes a separate example.
 

@@ -13,7 +13,7 @@ import torch
 from sansgpu.config import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.schema import Config
-from sansgpu.data.forms.chats import ChatOptions
+from sansgpu.data.forms.chats import ConversationOptions
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.shards import cache_key, cached, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
@@ -86,7 +86,7 @@ class Preference(SFT):
         found = ReadingNotes(RowReport.of(config.data))
         rows, data = rows_with_progress(source, progress), config.data
         examples = tokenize_preferences(
-            rows, tokenizer, config.window, data.long_rows, cls.rated, found, ChatOptions.of(data)
+            rows, tokenizer, config.window, data.long_rows, cls.rated, found, ConversationOptions.of(data)
         )
         notes += found.messages(source.name, config.window, "the oldest turns of their prompts were removed")
         return examples

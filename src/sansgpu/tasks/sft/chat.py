@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.forms.chats import CONVERSATIONS, ChatOptions, Conversation
+from sansgpu.data.forms.chats import CONVERSATIONS, Conversation, ConversationOptions
 from sansgpu.data.rows import BadRowError, SourceRow, bad_row
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
@@ -30,7 +30,7 @@ from sansgpu.models.generation.special_texts import (
 from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import RenderedConversation
 
-DEFAULTS = ChatOptions()
+DEFAULTS = ConversationOptions()
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def tokenize_conversations(
     max_length: int,
     long_rows: Literal["truncate", "drop"],
     notes: ReadingNotes,
-    options: ChatOptions = DEFAULTS,
+    options: ConversationOptions = DEFAULTS,
 ) -> TokenizedConversations:
     """Tokenizes `rows` in order.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.forms.chats import CONVERSATIONS, ChatOptions
+from sansgpu.data.forms.chats import CONVERSATIONS, ConversationOptions
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences
@@ -121,7 +121,7 @@ def examples_in(
     data = config.data
     assert data.max_length is not None
     rows, window, found = rows_with_progress(source, progress), data.max_length, ReadingNotes(RowReport.of(data))
-    options = ChatOptions.of(data, ConversationDataConfig.of(config).learn)
+    options = ConversationOptions.of(data, ConversationDataConfig.of(config).learn)
     examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, found, options)
     whole = "their last question and answer" if data.long_rows == "truncate" else "they"
     notes += found.messages(source.name, window, "their beginnings were removed, in conversations whole turns", whole)
@@ -131,7 +131,7 @@ def examples_in(
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the file name that transformers uses
 
 
-def shared_system_message(source: Source, options: ChatOptions) -> str | None:
+def shared_system_message(source: Source, options: ConversationOptions) -> str | None:
     """Returns the system message with which all conversations start, or None if there is none or they differ."""
     shared: str | None = None
     for row in source.rows():

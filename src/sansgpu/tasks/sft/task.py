@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.data.forms.chats import ChatOptions
+from sansgpu.data.forms.chats import ConversationOptions
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split, split_examples
@@ -173,7 +173,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def system_message(cls, config: Config) -> str | None:
-        return shared_system_message(open_sources(config.data).train, ChatOptions.of(config.data))
+        return shared_system_message(open_sources(config.data).train, ConversationOptions.of(config.data))
 
     @classmethod
     def scorer(cls, loaded: TrainedModel) -> Scorer:
