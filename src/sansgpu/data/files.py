@@ -168,11 +168,11 @@ def _jsonl_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
 
 def _has_value_per_line(path: Path, encoding: str) -> bool:
     """Returns whether each line of a .json file is an object, as in the files of Spark and of many data sets."""
-    first, second, *_ = (*(line.value for line in islice(read_lines(path, encoding=encoding), 2)), None, None)
-    if not first or not second or not first.lstrip().startswith("{") or not second.lstrip().startswith("{"):
+    lines = [str(line.value).lstrip() for line in islice(read_lines(path, encoding=encoding), 2)]
+    if len(lines) < 2 or not all(line.startswith("{") for line in lines):
         return False
     try:
-        _parse_json(first, str(path))
+        _parse_json(lines[0], str(path))
     except ConfigError:
         return False
     return True

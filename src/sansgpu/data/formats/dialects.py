@@ -185,25 +185,23 @@ def _has_spaces(record: Sequence[str]) -> bool:
 def _has_quotes(lines: Sequence[str]) -> bool:
     """Returns whether fields between tabs may be in quotes, as pandas writes them; otherwise quotes are characters.
 
-    They are if all fields of the first line are, if a field has doubled quotes, or if only then all records have the
-    same number of fields.
+    They are if more records then have as many fields as the first one, or if not fewer have, and all fields of the
+    first one are in quotes, or those in quotes have doubled quotes inside.
     """
     if not any('"' in line for line in lines):
         return False
-    plain, quoted = _records(lines, "\t", has_quotes=False), list(_strict_records(lines))
-    if not quoted or any(len(record) != len(quoted[0]) for record in quoted):
-        return False
-    if any(len(record) != len(plain[0]) for record in plain):
-        return True
-    cells = [cell for record in plain for cell in record if len(cell) > 1 and cell[0] == cell[-1] == '"']
-    all_quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in plain[0])
-    return all_quoted or any('""' in cell[1:-1] for cell in cells)
-
-
-def _strict_records(lines: Sequence[str]) -> list[list[str]]:
-    """Returns the fields of the records in quotes, or none if one of them cannot be read."""
-    records = [*quoted_records(_SAMPLE, (Line(number, line) for number, line in enumerate(lines, 1)), "\t")]
-    return [] if any(record.problem for record in records[:-1]) else [record.fields for record in records]
+    plain = _records(lines, "\t", has_quotes=False)
+    numbered = (Line(number, line) for number, line in enumerate(lines, 1))
+    quoted = [*quoted_records(_SAMPLE, numbered, "\t")]
+    quoted = quoted[:-1] if len(quoted) > 1 and quoted[-1].problem else quoted  # the sample may end within quotes
+    columns = len(quoted[0].fields)
+    fitting = sum(not record.problem and len(record.fields) == columns for record in quoted) / len(quoted)
+    plain_fitting = sum(len(record) == len(plain[0]) for record in plain) / len(plain)
+    if fitting != plain_fitting:
+        return fitting > plain_fitting
+    cells = [cell[1:-1] for record in plain for cell in record if len(cell) > 1 and cell[0] == cell[-1] == '"']
+    doubled = any('""' in cell for cell in cells) and not any('"' in cell.replace('""', "") for cell in cells)
+    return doubled or all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in plain[0])
 
 
 def _has_row_names(records: Sequence[Sequence[str]]) -> bool:

@@ -98,10 +98,9 @@ def archive_of(path: Path) -> Path | None:
 def open_bytes(path: Path) -> IO[bytes]:
     """Opens a file and decompresses it. Raises ConfigError if it expands like a decompression bomb, and OSError."""
     archive = archive_of(path)
-    if archive is None:
-        file, size = path.open("rb"), path.stat().st_size
-    else:
-        file, size = _open_member(path, archive)
+    opened: tuple[IO[bytes], int]
+    opened = (path.open("rb"), path.stat().st_size) if archive is None else _open_member(path, archive)
+    file, size = opened
     if not is_compressed(path):
         return file
     try:
