@@ -257,6 +257,19 @@ def test_a_row_with_more_fields_than_the_header_is_bad(tmp_path: Path) -> None:
     assert bad == f"{tmp_path}/b.tsv, line 2 has 3 columns, but the header has 2; fix or remove the line."
 
 
+def test_a_table_of_one_column_may_have_commas(tmp_path: Path) -> None:
+    content = "text\nHello, world\nshort\n"
+    bad, good = rows(tmp_path / "a.csv", content)
+    assert (good, bad.endswith("set data.separator to a character that no text has.")) == (("short",), True)
+    assert rows(tmp_path / "a.csv", content, separator="~") == [("Hello, world",), ("short",)]
+
+
+def test_a_field_of_many_lines_does_not_hide_the_columns(tmp_path: Path) -> None:
+    code = "\n".join(f"line {number}; a, b | c" for number in range(30_000))
+    content = f'{"".join(",prompt;text,label")}\n0,"{code}",pos\n1,b,neg\n'
+    assert rows(tmp_path / "a.csv", content) == [(code, "pos"), ("b", "neg")]
+
+
 def test_equal_names_of_columns_lose_no_column(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     rows(path, "text,text,,label\na,b,c,pos\n")

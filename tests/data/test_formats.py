@@ -208,6 +208,12 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path) -> None:
     assert note.startswith(f"{tmp_path}: 3 files left out (.docx: 2, .png: 1), e.g. a.png; save the data as one of")
 
 
+def test_a_file_with_a_suffix_of_its_own_needs_no_notes(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.bio", b"Ada B-PER\nlived O\n")
+    assert file_notes(DataConfig(dataset_name=str(path)), "tagged texts") == []
+    assert file_notes(DataConfig(dataset_name=str(tmp_path / "missing")), "tagged texts") == []
+
+
 def test_training_on_a_file_named_test_is_said(tmp_path: Path) -> None:
     written(tmp_path / "a.csv")
     written(tmp_path / "reviews_test.csv")

@@ -225,7 +225,9 @@ class _Cells:
         if not self._dialect.has_quotes or suffix_of(self._path) in SPREADSHEETS:
             return "fix or remove the line"
         name = {",": "comma", ";": "semicolon", "|": "bar", "\t": "tab"}.get(self._dialect.separator, "separator")
-        return f"put a text that contains a {name} in quotes, or remove the line"
+        columns = self._columns or ()
+        other = ", or set data.separator to a character that no text has" if len(columns) == 1 else ""
+        return f"put a text that contains a {name} in quotes, or remove the line{other}"
 
 
 @dataclass(frozen=True)

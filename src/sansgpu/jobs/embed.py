@@ -21,6 +21,7 @@ from sansgpu.config.schema import DataConfig
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form
+from sansgpu.data.formats.opening import is_archive
 from sansgpu.data.rows import BadRowError, SourceRow, text_of
 from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.events.progress import ReportProgress, Warn, counting
@@ -286,7 +287,7 @@ def search(
 
 
 def _files_of(folder: Path) -> list[Path]:
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and is_archive(folder)):
         return dataset_files(folder)
     require_regular_file(folder)
     if not folder.exists():

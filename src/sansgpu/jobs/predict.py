@@ -13,6 +13,7 @@ import torch
 from sansgpu.config import ConfigError
 from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import file_form
+from sansgpu.data.forms.files import file_notes
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.sources import local_files, open_single
 from sansgpu.data.tables import Columns, require_no_header
@@ -45,6 +46,8 @@ def predict(
     if unknown := next((name for name in options if name not in signature(loaded.task_class.predict).parameters), None):
         raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; remove it.")
     if isinstance(data, str):
+        for note in file_notes(loaded.config.data.for_dataset(data), loaded.config.settings.rows):
+            warn(note)
         rows: Iterator[Row] = rows_of(data, loaded.config.data, warn, loaded.task_class.rows_to_predict)
     else:
         rows, loaded = iter([data]), _for_single_row(loaded, data)

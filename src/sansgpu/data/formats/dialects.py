@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.formats.encodings import AUTO, UTF8, open_utf8, resolve_encoding
 from sansgpu.data.formats.opening import BLOCK, archive_of, suffix_of
-from sansgpu.data.formats.records import Line, quoted_records
+from sansgpu.data.formats.records import NOT_CLOSED, Line, quoted_records
 from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_names, sheet_rows
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
@@ -118,7 +118,7 @@ def _sample(path: Path, encoding: str) -> list[str]:
     lines: list[str] = []
     with open_utf8(path, encoding) as file:
         left = BLOCK
-        while left > 0 and len(lines) < 2 * MAX_SAMPLE and (line := file.readline(left)):
+        while left > 0 and (line := file.readline(left)):
             left -= len(line)
             if left > 0 or not lines:  # the last line may be cut
                 lines += _universal_lines(line.decode("utf-8", "replace"))
@@ -138,7 +138,9 @@ def _records(lines: Iterable[str], separator: str, has_quotes: bool, skip_spaces
         return [line.rstrip("\r\n").split(separator) for line in lines if line.strip()][:MAX_SAMPLE]
     numbered = (Line(number, line) for number, line in enumerate(lines, 1))
     records = quoted_records(_SAMPLE, numbered, separator, skip_spaces=skip_spaces)
-    return [record.fields for record in islice(records, MAX_SAMPLE) if not record.problem and any(record.fields)]
+    # The sample may end within a field of many lines, which are no records.
+    whole = takewhile(lambda record: NOT_CLOSED not in record.problem, records)
+    return [record.fields for record in islice(whole, MAX_SAMPLE) if not record.problem and any(record.fields)]
 
 
 def _separator(lines: Sequence[str]) -> str:
@@ -185,25 +187,23 @@ def _has_spaces(record: Sequence[str]) -> bool:
 def _has_quotes(lines: Sequence[str]) -> bool:
     """Returns whether fields between tabs may be in quotes, as pandas writes them; otherwise quotes are characters.
 
-    They are if all fields of the first line are, if a field has doubled quotes, or if only then all records have the
-    same number of fields.
+    They are if more records then have as many fields as the first one, or if not fewer have, and all fields of the
+    first one are in quotes, or those in quotes have doubled quotes inside.
     """
     if not any('"' in line for line in lines):
         return False
-    plain, quoted = _records(lines, "\t", has_quotes=False), list(_strict_records(lines))
-    if not quoted or any(len(record) != len(quoted[0]) for record in quoted):
-        return False
-    if any(len(record) != len(plain[0]) for record in plain):
-        return True
-    cells = [cell for record in plain for cell in record if len(cell) > 1 and cell[0] == cell[-1] == '"']
-    all_quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in plain[0])
-    return all_quoted or any('""' in cell[1:-1] for cell in cells)
-
-
-def _strict_records(lines: Sequence[str]) -> list[list[str]]:
-    """Returns the fields of the records in quotes, or none if one of them cannot be read."""
-    records = [*quoted_records(_SAMPLE, (Line(number, line) for number, line in enumerate(lines, 1)), "\t")]
-    return [] if any(record.problem for record in records[:-1]) else [record.fields for record in records]
+    plain = _records(lines, "\t", has_quotes=False)
+    numbered = (Line(number, line) for number, line in enumerate(lines, 1))
+    quoted = [*islice(quoted_records(_SAMPLE, numbered, "\t"), MAX_SAMPLE)]
+    quoted = quoted[:-1] if len(quoted) > 1 and quoted[-1].problem else quoted  # the sample may end within quotes
+    columns = len(quoted[0].fields)
+    fitting = sum(not record.problem and len(record.fields) == columns for record in quoted) / len(quoted)
+    plain_fitting = sum(len(record) == len(plain[0]) for record in plain) / len(plain)
+    if fitting != plain_fitting:
+        return fitting > plain_fitting
+    cells = [cell[1:-1] for record in plain for cell in record if len(cell) > 1 and cell[0] == cell[-1] == '"']
+    doubled = any('""' in cell for cell in cells) and not any('"' in cell.replace('""', "") for cell in cells)
+    return doubled or all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in plain[0])
 
 
 def _has_row_names(records: Sequence[Sequence[str]]) -> bool:

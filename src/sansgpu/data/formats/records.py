@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sansgpu.config import ConfigError
 from sansgpu.data.formats.opening import MAX_LINE
 
+NOT_CLOSED = "does not close"  # in the problem of a record whose quote is still open at the end
 MAX_REREAD = 4 * MAX_LINE  # characters of a file that may be read again, after quotes that do not close
 
 
@@ -96,7 +97,7 @@ def quoted_records(
 def _describe(path: Path, error: str, opened: int, used: list[Line]) -> str:
     reason = error
     if "end of data" in error or "field limit" in error:
-        reason = f"the quote that opens here does not close ({error})"
+        reason = f"the quote that opens here {NOT_CLOSED} ({error})"
     elif len(used) > 1:
         reason = f"the quote that opens here closes only in line {used[-1].number} ({error})"
     return f"{path}, line {opened} is not valid CSV: {reason}; fix or remove the row."

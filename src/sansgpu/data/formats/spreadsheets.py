@@ -37,8 +37,8 @@ def sheet_rows(path: Path) -> Iterator[list[str]]:
 def sheet_names(path: Path) -> tuple[str | None, list[str]]:
     """Returns the name of the sheet that is read, and the names of the others that have rows."""
     with _reading_sheets(path):
-        names = list(_filled_sheets(_workbook(path)))
-    return next(iter(names), None), names[1:]
+        filled = [*_filled_sheets(_workbook(path))]
+    return (filled[0], filled[1:]) if filled else (None, [])
 
 
 def _filled_sheets(book: Any) -> Iterator[str]:

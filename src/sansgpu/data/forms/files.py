@@ -11,7 +11,7 @@ from sansgpu.config.schema import DataConfig
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.files import CONVERT, TEXT_SUFFIXES, describe_file, file_form
 from sansgpu.data.formats.names import split_of
-from sansgpu.data.formats.opening import suffix_of
+from sansgpu.data.formats.opening import is_archive, suffix_of
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.sources import files_below, is_saved_dataset, local_files, split_files
 from sansgpu.data.tables import Columns
@@ -32,14 +32,15 @@ def file_notes(data: DataConfig, rows: str) -> list[str]:
         notes.append(f"{first}{more}: read as {form}; data.separator and data.encoding change this.")
     for name in filter(None, (data.dataset_name, data.validation_name)):
         root = local_path(name)
-        if name not in BUILT_IN_NAMES and root.exists() and not file_form(root) and not is_saved_dataset(root):
+        has_files = root.is_dir() or (root.is_file() and is_archive(root))
+        if name not in BUILT_IN_NAMES and has_files and not is_saved_dataset(root):
             notes += _folder_notes(root, text_rows)
     return notes
 
 
 def _folder_notes(root: Path, text_rows: bool) -> Iterator[str]:
     unread = [path for path in files_below(root) if file_form(path) is None and not path.name.startswith("_")]
-    if unread and Path(root).is_dir():
+    if unread:
         kinds = Counter(suffix_of(path) or "no suffix" for path in unread)
         listed = truncate(", ".join(f"{kind}: {count}" for kind, count in kinds.most_common()))
         yield f"{root}: {counted(len(unread), 'file')} left out ({listed}), e.g. {unread[0].name}; {CONVERT}."

@@ -25,10 +25,10 @@ from sansgpu.data.documents.collection import Collection
 from sansgpu.data.documents.formats import format_of, readers
 from sansgpu.data.documents.reading import read_document
 from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
+from sansgpu.data.formats.opening import sha256_of
 from sansgpu.data.rows import text_of
 from sansgpu.events.progress import ReportProgress, counting
 from sansgpu.files.atomic import atomic_write
-from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.private_folder import make_private, require_own_file
 
 SHORT_WORDS = 12  # a paragraph with fewer words, such as a heading, is joined to the next one
@@ -243,7 +243,7 @@ class PassageIndex:
 
     def _entry_of(self, path: Path) -> str:
         try:
-            content = file_sha256(path)
+            content = sha256_of(path)
         except OSError as error:
             raise unreadable(path, error) from None
         form = "".join(path.suffixes[-2:])  # because .txt and .jsonl files with the same content differ in passages
