@@ -65,6 +65,8 @@ NUMBERS: dict[str, list[Any]] = {
     "decimal commas": ["3,5", "1,0", "2,5", "4,0"],
     "counts of words": [n * n for n in range(200)],
     "years of each row": [1900 + n for n in range(100)],
+    "ages": [18 + n % 73 for n in range(730)],
+    "percentages": [n % 101 for n in range(1010)],
     "a number for each row": [*range(100)],
 }
 
@@ -121,6 +123,10 @@ SEVERAL: dict[str, tuple[list[Any], list[str], list[list[int]]]] = {
     "ids between commas": (["27", "2,27", "3"], ["2", "3", "27"], [[0, 0, 1], [1, 0, 1], [0, 1, 0]]),
     "vectors": (["[1, 0, 0]", "[0, 1, 1]", "[0 0 0]"], ["0", "1", "2"], [[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
     "bits": (["1 0 0", "0 1 1", "0 0 0"], ["0", "1", "2"], [[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
+    "sets": (["{'a'}", "{'b'}", "set()"], ["a", "b"], [[1, 0], [0, 1], [0, 0]]),
+    "two bars": (["a||b", "c", "b||c"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
+    "bars at the end": (["a|b|", "c|", "b|c|"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
+    "lines": (["a\nb", "c", "b\nc"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
     "lists": ([["a", "b"], [], ["b"]], ["a", "b"], [[1, 1], [0, 0], [0, 1]]),
     "lists of ids": ([[0, 2], [1], [2]], ["0", "1", "2"], [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
     "lists of bits": ([[1, 0, 1], [0.0, 1.0, 0.0], [0, 0, 0]], ["0", "1", "2"], [[1, 0, 1], [0, 1, 0], [0, 0, 0]]),
@@ -175,6 +181,8 @@ def test_vectors_of_another_length_and_probabilities_are_bad_rows(tmp_path: Path
     assert prepared(path, data__labels=["x", "y", "z"])[0].labels == ["x", "y", "z"]
     with pytest.raises(ConfigError, match=r"vectors of 3 zeros and ones, but data\.labels has 2 names"):
         prepared(path, data__labels=["x", "y"])
+    with pytest.raises(ConfigError, match=r"row 2: its label is .*, which begins like a list, but is none"):
+        prepared(labeled(tmp_path, ["['a']", "['a', 'b", "['b']"]))
     path = write_rows(tmp_path / "rows.jsonl", [{"text": f"a {n}", "label": [0.25, 0.75]} for n in range(3)])
     with pytest.raises(ConfigError, match=r"lists the number 0\.25, but probabilities of labels cannot be learned"):
         prepared(path)
@@ -212,8 +220,9 @@ BAD_FLAGS = {"2": "its threat is '2' instead of 0 or 1", "": "because its threat
 @pytest.mark.parametrize("value", BAD_FLAGS)
 def test_a_value_that_is_no_flag_is_a_bad_row(tmp_path: Path, value: str) -> None:
     rows = [["text", "toxic", "threat"], ["a", "0", "1"], ["b", "1", value]]
+    chosen = {"data__label_column": ["toxic", "threat"]} if value == "2" else {}
     with pytest.raises(ConfigError, match=f"row 2: .*{BAD_FLAGS[value]}"):
-        prepared(table(tmp_path / "rows.csv", rows), data__label_column=["toxic", "threat"])
+        prepared(table(tmp_path / "rows.csv", rows), **chosen)
     with pytest.raises(ConfigError, match="no column toxi, only text, toxic, threat"):
         prepared(tmp_path / "rows.csv", data__label_column=["toxi"])
     with pytest.raises(ConfigError, match=r"has no column tox_\*, only text, toxic, threat"):

@@ -78,6 +78,8 @@ def test_inference_without_counterparts_is_counted(tmp_path: Path) -> None:
     held = write_rows(tmp_path / "held.jsonl", [{"text1": "a", "text2": "b", "label": 0}])
     _, corpus = prepared(path, held)  # the labels mean the same in a smaller validation set
     assert texts(corpus, "validation") == [["a", "b"]]
+    assert not any("also in the training data" in note for note in corpus.notes)
+    assert any("also in the training data: 3 of 3 validation rows" in note for note in prepared(path)[1].notes)
     rows = [("a", "b", 7)]
     held = write_rows(tmp_path / "held.jsonl", [{"text1": a, "text2": b, "label": label} for a, b, label in rows])
     with pytest.raises(ConfigError, match=r"held\.jsonl, line 1: its label is '7' instead of entailment"):

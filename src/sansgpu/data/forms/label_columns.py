@@ -18,6 +18,7 @@ OTHER_LABEL_COLUMNS = ("category", "class", "intent", "sentiment", "emotion", "t
 ID_WORDS = ("", "id", "ids", "idx", "index", "uuid", "guid")  # last words of the names of columns that identify rows
 PATTERN = re.compile(r"[*?\[]")
 MAX_ROWS_WITHOUT_LABEL = 1000  # rows without any possible label column that are read before the search ends
+NO_FLAG = (None, "", -1, "-1")  # values of a 0/1 column in a row without a label
 FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
@@ -63,7 +64,7 @@ def flag_columns(rows: Iterator[Row]) -> tuple[str, ...]:
             usual = _usual_label(row)
         for name in [*possible]:
             value = row.get(name)
-            if value is None or value == "":
+            if value in NO_FLAG:
                 continue
             if flag(value) is None:
                 del possible[name]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
-from sansgpu.data.forms.label_columns import flag, flag_columns, main_text
+from sansgpu.data.forms.label_columns import NO_FLAG, flag, flag_columns, main_text
 from sansgpu.data.forms.pairs import PAIR_COLUMNS
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
@@ -94,7 +94,7 @@ def _labeled_by_columns(row: SourceRow, columns: Columns) -> LabeledText:
         if name not in given:
             raise missing_column(given, name, "data.label_column", row.where)
         value = given[name]
-        if value is None or value in ("", -1, "-1"):
+        if value in NO_FLAG:
             raise row.error(f"it has no label, because its {name} is {'empty' if value in ('', None) else value}")
         if (chosen := flag(value)) is None:
             raise row.error(f"its {name} is {value!r} instead of 0 or 1")

@@ -14,6 +14,7 @@ from sansgpu.tasks.classify.labels import Labels
 
 RARE = 0.05  # share of the rows below which a label may be called rare
 RARE_OF_EVEN = 1 / 3  # ... if it also has less than this part of the rows that it would have if all were equal
+MIN_ROWS = 40  # with fewer, shares say little
 MANY_LABELS = 30  # number of labels from which they are suspicious if most occur only once
 SHOWN = 3  # examples in a message
 
@@ -78,7 +79,7 @@ def _balance(counts: np.ndarray, rows: int, labels: Labels) -> Iterator[str]:
     """Yields a message about rare labels."""
     limit = rows * (RARE if labels.kind == "multiple" else min(RARE, RARE_OF_EVEN / len(counts)))
     rare = [(int(count), name) for count, name in zip(counts, labels.names, strict=True) if count < limit]
-    if rare:
+    if rare and rows >= MIN_ROWS:
         shown = ", ".join(f"{truncate(name)} ({count / rows:.1%})" for count, name in sorted(rare)[:SHOWN])
         more = f" and {len(rare) - SHOWN} more" if len(rare) > SHOWN else ""
         remedy = "data.class_weights balanced gives them more weight"

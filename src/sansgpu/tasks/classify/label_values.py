@@ -13,13 +13,14 @@ from typing import Any, Literal
 from sansgpu.config.wording import truncate
 from sansgpu.data.forms.label_columns import flag
 
-SEPARATORS = ("|", ";", ",")  # of several labels in a cell, in the order in which they are tried
+SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
 MAX_NUMBER_CLASSES = 30  # up to this many distinct whole numbers are classes, however often each of them occurs
 MAX_NUMBER = 1e300
 MAX_LABEL_WORDS = 4  # of a label that is separated from others by a comma
 DENSE = 0.8  # numbers from 0 or 1 on are counted as gapless if at least this share of them occurs
 # Rows per distinct number from which whole numbers are classes: those from 0 or 1 on without gaps, and others.
 ROWS_OF_INDEX, ROWS_OF_CODE = 2, 5
+MAX_DENSITY_OF_CODES = 0.5  # largest share of the numbers between the least and the largest code
 MAX_RARE_CODES = 0.1  # largest share of codes that only one row has
 MIN_LISTS = 0.5  # share of lists from which all cells of a column are read as lists
 MIN_VECTORS = 0.9  # share of 0/1 vectors of the same length from which others are invalid
@@ -73,6 +74,8 @@ def number_of(value: Any) -> float | None:
 def listed(cell: str) -> list[Any] | None:
     """Returns the items of a list, tuple or set as Python, JSON, numpy or pandas write it; None for other text."""
     text = cell.strip()
+    if text == "set()":
+        return []
     if len(text) < 2 or text[0] + text[-1] not in ("[]", "()", "{}"):
         return None
     try:
@@ -88,6 +91,10 @@ def listed(cell: str) -> list[Any] | None:
     if text[0] == "[" and len(value) == 1 and isinstance(value[0], str) and re.search(r"'\s+'", text):
         return re.findall(r"'([^']*)'", text)  # numpy's ['a' 'b'] is a single text in Python
     return [*value] if isinstance(value, (list, tuple, set)) else None
+
+
+def is_broken_list(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().startswith("[") and listed(value) is None
 
 
 def recognize_cells(values: Sequence[Any], split: bool | None, separator: str | None) -> LabelCells:
@@ -115,7 +122,7 @@ def recognize_cells(values: Sequence[Any], split: bool | None, separator: str | 
 def _unsplit(texts: Sequence[str]) -> str:
     """Describes labels that could be several, although not all cells agree on that; empty if there are none."""
     distinct = dict.fromkeys(texts)
-    for separator in SEPARATORS:
+    for separator in (*SEPARATORS, "/"):
         for text in distinct:
             parts = [part.strip() for part in text.split(separator)]
             if len(parts) > 1 and distinct.keys() & {*parts}:
@@ -146,7 +153,8 @@ def _is_separator(texts: Sequence[str], separator: str) -> bool:
 
     Commas also occur in the names of classes ("Arts, Crafts") and in numbers, so more of their parts must recur.
     """
-    cells = {text: [part.strip() for part in text.split(separator)] for text in dict.fromkeys(texts)}
+    trimmed = dict.fromkeys(text.strip(f"{separator} ") for text in texts)
+    cells = {text: [part.strip() for part in text.split(separator)] for text in trimmed}
     if any(not part for parts in cells.values() for part in parts):
         return False
     if separator == "," and _are_decimals([*cells]):
@@ -191,7 +199,9 @@ def numbers_kind(values: Sequence[Any]) -> tuple[Literal["single", "regression"]
     low, span = min(counts), max(counts) - min(counts) + 1
     rare = sum(count == 1 for count in counts.values())
     is_index = low in (0, 1) and distinct >= DENSE * span and rows >= ROWS_OF_INDEX * distinct
-    is_code = rows >= ROWS_OF_CODE * distinct and rare <= MAX_RARE_CODES * distinct
-    if is_index or is_code:
+    is_percentage = (low, max(counts)) == (0, 100)
+    sparse = distinct < MAX_DENSITY_OF_CODES * span  # unlike ages, years and other measures
+    is_code = sparse and rows >= ROWS_OF_CODE * distinct and rare <= MAX_RARE_CODES * distinct
+    if is_code or (is_index and not is_percentage):
         return "single", f"{what}, each in {rows / distinct:.3g} rows on average, {classes}"
-    return "regression", f"{what}, most in few rows, so the model predicts a number (regression)"
+    return "regression", f"{what}, so the model predicts a number (regression)"

@@ -17,7 +17,15 @@ from sansgpu.data.row_report import RowReport
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.folders import base_of, has_architecture
 from sansgpu.models.huggingface.source import own_labels, pretrained_config
-from sansgpu.tasks.classify.label_values import SEPARATORS, LabelCells, bit, number_of, numbers_kind, recognize_cells
+from sansgpu.tasks.classify.label_values import (
+    SEPARATORS,
+    LabelCells,
+    bit,
+    is_broken_list,
+    number_of,
+    numbers_kind,
+    recognize_cells,
+)
 from sansgpu.tasks.classify.settings import WeightedDataConfig
 
 LabelKind = Literal["single", "multiple", "regression"]
@@ -49,6 +57,8 @@ class Labels:
             return self._names_of_vector(text, found, cells.width)
         if fraction := next((v for v in found if isinstance(v, float) and not v.is_integer()), None):
             raise text.error(f"its label lists the number {fraction:g}, but probabilities of labels cannot be learned")
+        if cells.kind == "list" and is_broken_list(text.label):
+            raise text.error(f"its label is {text.label!r}, which begins like a list, but is none")
         names = list(dict.fromkeys(map(self._name_of, found)))
         if (unknown := next((name for name in names if name not in self.names), None)) is not None:
             raise text.error(
@@ -137,7 +147,8 @@ def _labels_of_model(config: Config) -> tuple[str, ...]:
 def _names_of(texts: Sequence[LabeledText], cells: LabelCells) -> list[str]:
     if cells.kind == "vector":
         return [str(number) for number in range(cells.width)]
-    found = dict.fromkeys(label_name(label) for text in texts for label in cells.labels_of(text.label))
+    whole = [text.label for text in texts if not (cells.kind == "list" and is_broken_list(text.label))]
+    found = dict.fromkeys(label_name(label) for value in whole for label in cells.labels_of(value))
     if {NO_LABEL, "0", "1", "2"} <= {*found}:
         del found[NO_LABEL]
     return [*found]

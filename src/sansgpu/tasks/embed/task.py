@@ -16,7 +16,7 @@ from sansgpu.data.forms.pairs import TEXT_GROUPS, TextRow, read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.sources import open_single, open_sources
-from sansgpu.data.split import describe_split
+from sansgpu.data.split import describe_leak, describe_split
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.memory import effective_batch
@@ -97,6 +97,8 @@ class TextEmbedding(Embeds, StepWideTask):
         require_examples(sources, [len(part) for part in splits], "row", notes)
         if note := prompt_note(train, shape.layout):
             notes.append(f"{note}.")
+        if leak := describe_leak((row.texts for row in train), [row.texts for row in held], "row"):
+            notes.append(f"{leak}.")
         if note := cut_note(splits[0], config.window):
             notes.append(f"{note}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
