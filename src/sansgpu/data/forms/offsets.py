@@ -1,7 +1,8 @@
 """Converts spans of a text to tagged words, and finds out what the offsets of a whole dataset's spans count.
 
 JavaScript, Java and C# count UTF-16 units, in which an emoji is two; Rust and Go count UTF-8 bytes; Python counts
-characters. Some tools give the last character of a span instead of the end.
+characters. doccano can count what a reader sees as one character (a grapheme cluster, e.g. a letter and its accent),
+and Label Studio counts a line end as one. Some tools give the last character of a span instead of the end.
 """
 
 from __future__ import annotations
@@ -12,12 +13,20 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from sansgpu.data.forms.words import TaggedText, WordSpan, iob2_tags, longest_first, word_bounds
 from sansgpu.data.rows import TypedRow
 
-Unit = Literal["characters", "utf16", "bytes"]
-UNITS: dict[Unit, str] = {"characters": "characters", "utf16": "UTF-16 units", "bytes": "UTF-8 bytes"}  # names
+Unit = Literal["characters", "utf16", "bytes", "graphemes"]
+UNITS: dict[Unit, str] = {  # their names
+    "characters": "characters",
+    "utf16": "UTF-16 units",
+    "bytes": "UTF-8 bytes",
+    "graphemes": "grapheme clusters",
+}
+_CLUSTERS = Split(Regex(r"\X"), "isolated")
 
 
 class GivenSpan(NamedTuple):
@@ -38,7 +47,7 @@ class Offsets(NamedTuple):
     def characters(self, text: str, span: GivenSpan) -> tuple[int, int] | None:
         """Returns the start and end characters of a span, or None if it is empty or not within the text."""
         start, end = span.start, span.end + self.inclusive
-        if self.unit != "characters" and not text.isascii():
+        if self.unit != "characters" and not _is_plain(text):
             edges = _edges(text, self.unit)
             places = np.searchsorted(edges, (start, end))
             if any(place == len(edges) or edges[place] != at for place, at in zip(places, (start, end), strict=True)):
@@ -47,9 +56,21 @@ class Offsets(NamedTuple):
         return (start, end) if 0 <= start < end <= len(text) else None
 
 
+def _is_plain(text: str) -> bool:
+    """Returns whether all units count the same in a text."""
+    return text.isascii() and "\r\n" not in text
+
+
 @lru_cache(maxsize=2)  # of the current text, for its spans
 def _edges(text: str, unit: Unit) -> np.ndarray:
-    """Returns the offset of each character and of the end of a text, (characters + 1,), in a unit."""
+    """Returns the offset of each character and of the end of a text, (characters + 1,), in a unit.
+
+    Those of characters within a grapheme cluster are not integers.
+    """
+    if unit == "graphemes":
+        clusters = [end - start for _, (start, end) in _CLUSTERS.pre_tokenize_str(text)]
+        shares = [part for size in clusters for part in (1.0,) * (size == 1) or (0.5, *[0.0] * (size - 2), 0.5)]
+        return np.concatenate(([0], np.cumsum(shares)))
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     wide = codes > 0xFFFF
     sizes = 1 + wide.astype(np.int64) if unit == "utf16" else 1 + (codes > 0x7F) + (codes > 0x7FF) + wide
@@ -112,7 +133,7 @@ def offsets_of(texts: Sequence[SpannedText], unit: Unit | Literal["auto"], note:
             starts, ends = map(frozenset, (bounds.tolist() for bounds in word_bounds(text.text)))
             found: dict[Offsets, list[bool]] = {}
             for offsets in fits:
-                same = offsets._replace(unit="characters") if text.text.isascii() else offsets
+                same = offsets._replace(unit="characters") if _is_plain(text.text) else offsets
                 if same not in found:
                     found[same] = [_matches(text.text, span, same, (starts, ends)) for span in text.spans]
                 fits[offsets] += found[same]
