@@ -194,6 +194,14 @@ def test_what_offsets_count_is_recognized(unit: str, encoding: str, width: int, 
         assert learned(rows, span_offsets=unit) == (NAMES, [])
 
 
+def test_few_texts_with_emojis_among_many_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sansgpu.data.forms.offsets.SAMPLE_TEXTS", 2)
+    plain = {"text": TEXT, "spans": OBJECTS}
+    spans, notes = learned([*[plain] * 30, *UTF16, plain])
+    assert spans == [*[FOUND] * 30, *NAMES, FOUND]
+    assert "count UTF-16 units" in notes[0]
+
+
 def test_clusters_of_characters_and_line_ends_may_count_as_one() -> None:
     rows = [
         {"text": "De\u0301partement de Me\u0301decine a\u0300 Porto", "label": [[15, 23, "ORG"], [26, 31, "LOC"]]},

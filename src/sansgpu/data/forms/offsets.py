@@ -7,7 +7,7 @@ and Label Studio counts a line end as one. Some tools give the last character of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -26,6 +26,7 @@ UNITS: dict[Unit, str] = {  # their names
     "bytes": "UTF-8 bytes",
     "graphemes": "grapheme clusters",
 }
+SAMPLE_TEXTS = 2000  # maximum texts of each kind by which the unit is found
 _CLUSTERS = Split(Regex(r"\X"), "isolated")
 
 
@@ -61,7 +62,7 @@ def _is_plain(text: str) -> bool:
     return text.isascii() and "\r\n" not in text
 
 
-@lru_cache(maxsize=2)  # of the current text, for its spans
+@lru_cache(maxsize=4)  # of the current text, for all units and spans
 def _edges(text: str, unit: Unit) -> np.ndarray:
     """Returns the offset of each character and of the end of a text, (characters + 1,), in a unit.
 
@@ -123,20 +124,19 @@ def offsets_of(texts: Sequence[SpannedText], unit: Unit | Literal["auto"], note:
     """Finds out what the offsets of a dataset count, and passes a message to `note` if that is unusual.
 
     It is what makes most spans equal to their own text or, if they have none, start and end at word boundaries; of
-    equally good units, the first of `UNITS`. `unit` is the configured one.
+    equally good units, the first of `UNITS`. Many texts are sampled. `unit` is the configured one.
     """
     if unit != "auto":
         return Offsets(unit)
     fits: dict[Offsets, list[bool]] = {Offsets(one, end): [] for end in (False, True) for one in UNITS}
-    for text in texts:
-        if text.spans:
-            starts, ends = map(frozenset, (bounds.tolist() for bounds in word_bounds(text.text)))
-            found: dict[Offsets, list[bool]] = {}
-            for offsets in fits:
-                same = offsets._replace(unit="characters") if _is_plain(text.text) else offsets
-                if same not in found:
-                    found[same] = [_matches(text.text, span, same, (starts, ends)) for span in text.spans]
-                fits[offsets] += found[same]
+    for text in _sample(texts):
+        starts, ends = map(frozenset, (bounds.tolist() for bounds in word_bounds(text.text)))
+        found: dict[Offsets, list[bool]] = {}
+        for offsets in fits:
+            same = offsets._replace(unit="characters") if _is_plain(text.text) else offsets
+            if same not in found:
+                found[same] = [_matches(text.text, span, same, (starts, ends)) for span in text.spans]
+            fits[offsets] += found[same]
     best = max(list(fits)[: len(UNITS)], key=lambda offsets: sum(fits[offsets]))
     inclusive = max(list(fits)[len(UNITS) :], key=lambda offsets: sum(fits[offsets]))
     differ = [with_end - without for without, with_end in zip(fits[best], fits[inclusive], strict=True)]
@@ -149,6 +149,14 @@ def offsets_of(texts: Sequence[SpannedText], unit: Unit | Literal["auto"], note:
             f"their text or words, {sum(fits[Offsets()]):,} as characters up to `end`; data.span_offsets sets it."
         )
     return best
+
+
+def _sample(texts: Sequence[SpannedText]) -> Iterator[SpannedText]:
+    """Yields texts with spans from all parts of a dataset: some in which the units differ, and some others."""
+    given = [text for text in texts if text.spans]
+    for is_plain in (False, True):
+        same = [text for text in given if _is_plain(text.text) == is_plain]
+        yield from same[:: -(-len(same) // SAMPLE_TEXTS) or 1]
 
 
 def _matches(text: str, span: GivenSpan, offsets: Offsets, words: tuple[frozenset[int], frozenset[int]]) -> bool:
