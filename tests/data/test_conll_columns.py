@@ -74,6 +74,13 @@ def test_words_of_conllu_are_its_second_column(tmp_path: Path, tags: tuple[str, 
     assert "".join(piece.text for piece in pieces) == expected[0]
 
 
+def test_a_damaged_line_of_conllu_is_named(tmp_path: Path) -> None:
+    content = CONLLU.format("B-PER", "B-LOC", "O").replace("2\tvive\tviver", "vive\tvive\tviver")
+    (tmp_path / "a.conllu").write_text(content)
+    (row,) = conll_rows(tmp_path / "a.conllu", None)
+    assert str(row.problem).startswith(f"{tmp_path / 'a.conllu'}, line 4 does not begin with the number of a word")
+
+
 def test_conllu_without_entities_has_parts_of_speech(tmp_path: Path) -> None:
     word, tag, said = layout(tmp_path, CONLLU.format("_", "_", "SpaceAfter=No"))
     assert (word, tag) == (1, 3)
@@ -121,6 +128,13 @@ def test_comments_and_separators_are_no_words(tmp_path: Path) -> None:
     )
     assert sentences(tmp_path, content) == [("the sands", "O B-LOC"), ("#", "O")]
     assert sentences(tmp_path, "# O\n#tag B-X\n\n#1 a O\n") == [("# #tag", "O B-X"), ("#1", "O")]
+
+
+def test_the_format_of_webanno_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("#FORMAT=WebAnno TSV 3.3\n\n#Text=Maria left\n1-1\t0-5\tMaria\tPER\t\n1-2\t6-10\tleft\t_\t\n\n")
+    with pytest.raises(ConfigError, match=r"a\.tsv is in the format of WebAnno and INCEpTION; export the document as"):
+        resolve_columns(DataConfig(dataset_name=str(path)), TAGGED)
 
 
 def test_brackets_of_ontonotes_are_tags(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ TOKENS = [{"id": 0, "text": "Maria", "start": 0, "end": 5}]
         ({"tokens": TEXT[:-1].split(), "entities": [{"type": "PER", "start": 0, "end": 1},
                                                     {"type": "LOC", "start": 3, "end": 4}], "orig_id": 7},
          "orig_id in 1 row"),  # SpERT
+        ({"sentence": TEXT[:-1].split(), "ner": [{"index": [0], "type": "PER"}, {"index": [3], "type": "LOC"}]}, ""),
+        ({"text": TEXT, "denotations": [{"id": "T1", "span": {"begin": o["start"], "end": o["end"]}, "obj": o["label"]}
+                                        for o in OBJECTS]}, "id in a span in 1 row"),  # PubAnnotation
+        ({"rasa_nlu_data": {"common_examples": [{"text": TEXT, "entities": OBJECTS}], "regex_features": [1]}},
+         "regex_features in 1 row"),
+        ({"examples": [{"content": TEXT, "annotations": [{"start": o["start"], "end": o["end"], "tag": o["label"]}
+                                                         for o in OBJECTS]}]}, ""),  # LightTag
     ],
 )  # fmt: skip
 def test_spans_of_annotation_tools(row: Any, unused: str) -> None:
@@ -185,6 +192,27 @@ def test_what_offsets_count_is_recognized(unit: str, encoding: str, width: int, 
     assert usual or notes[0].endswith("data.span_offsets sets it.")
     if not inclusive:
         assert learned(rows, span_offsets=unit) == (NAMES, [])
+
+
+def test_few_texts_with_emojis_among_many_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sansgpu.data.forms.offsets.SAMPLE_TEXTS", 2)
+    plain = {"text": TEXT, "spans": OBJECTS}
+    spans, notes = learned([*[plain] * 30, *UTF16, plain])
+    assert spans == [*[FOUND] * 30, *NAMES, FOUND]
+    assert "count UTF-16 units" in notes[0]
+
+
+def test_clusters_of_characters_and_line_ends_may_count_as_one() -> None:
+    rows = [
+        {"text": "De\u0301partement de Me\u0301decine a\u0300 Porto", "label": [[15, 23, "ORG"], [26, 31, "LOC"]]},
+        {"text": "👩🏽‍🚒 Eva\r\nin Lyon", "label": [[2, 5, "PER"], [9, 13, "LOC"]]},
+    ]
+    spans, notes = learned(rows)
+    assert spans == [["Me\u0301decine ORG", "Porto LOC"], ["Eva PER", "Lyon LOC"]]
+    assert notes[0].startswith("rows: the offsets of spans count grapheme clusters: so 4 of 4 fit")
+    assert learned(rows, span_offsets="graphemes") == (spans, [])
+    with pytest.raises(BadRowError, match="span 0 from 0 to 14 is empty or not within the 13 grapheme clusters"):
+        learned([{"text": rows[1]["text"], "label": [[0, 14, "X"]]}], span_offsets="graphemes")
 
 
 def test_the_text_of_spans_decides_where_every_character_is_a_word() -> None:

@@ -20,7 +20,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.formats.encodings import AUTO
 from sansgpu.data.formats.opening import suffix_of
 from sansgpu.data.lines import read_lines
-from sansgpu.data.rows import SourceRow
+from sansgpu.data.rows import ROW_REMEDY, SourceRow
 
 OUTSIDE = "O"
 DEFAULT_TAG_COLUMN = -1
@@ -34,7 +34,7 @@ EMPTY = "_"  # in CoNLL-U
 CHUNKS = frozenset(["NP", "VP", "PP", "ADJP", "ADVP", "SBAR", "PRT", "CONJP", "INTJ", "LST", "UCP"])
 UPOS = 3  # the column with the part of speech in CoNLL-U
 ONTONOTES_WORD, ONTONOTES_TAG = 3, 10  # in CoNLL-2012
-NUMBERED_RATIO = 0.95  # minimum share of lines whose first column counts the words of a sentence
+NUMBERED_RATIO = 0.5  # minimum share of lines whose first column counts the words of a sentence
 TAG_RATIO = 0.9  # minimum share of entity tags among the values of a column other than `O`
 _BLANKS = re.compile(r"[ \t]+")  # str.split() also splits at Unicode spaces, which tokens of tweets may contain
 _NUMBER = re.compile(r"\d+")
@@ -204,6 +204,8 @@ class _Sentence:
                 f"{line.where} has {counted(len(columns), 'column')}, so there is no tag in column {self._layout.tag}; "
                 "fix the line or set data.tag_column."
             )
+        elif problem is None and self._layout.numbered and not _NUMBER.fullmatch(columns[0]):
+            problem = f"{line.where} does not begin with the number of a word like the other lines{ROW_REMEDY}"
         if problem is None and place is not None:
             self._tokens.append(columns[self._layout.word])
             self._tags.append(_tag_in(columns[place], self._layout))
@@ -256,17 +258,19 @@ def conll_columns(line: str) -> list[str]:
 
 
 def _comma_columns(line: str) -> list[str]:
-    columns = next(csv.reader([line.strip("\r\n")]), [])
+    try:
+        columns = next(csv.reader([line.strip("\r\n")]), [])
+    except csv.Error:
+        return [line]  # has no tag, so it is a bad line
     return columns if any(column.strip() for column in columns) else []
 
 
 def conll_layout(path: Path, tag_column: int | None = None, encoding: str = AUTO) -> ConllLayout:
     """Finds the columns of a file by its first lines. A given `tag_column` has the tags."""
-    lines = [
-        line.value
-        for line in islice(read_lines(path, blank=True, encoding=encoding), LAYOUT_LINES)
-        if line.problem is None
-    ]
+    first = islice(read_lines(path, blank=True, encoding=encoding), LAYOUT_LINES)
+    lines = [line.value for line in first if line.problem is None]
+    if lines and lines[0].startswith("#FORMAT=WebAnno"):
+        raise ConfigError(f"{path} is in the format of WebAnno and INCEpTION; export the document as CoNLL 2003.")
     commas = suffix_of(path) == ".csv" and not any("\t" in line for line in lines) and _has_commas(lines)
     draft = ConllLayout(commas=commas)
     split = [(line, draft.columns(line)) for line in lines]

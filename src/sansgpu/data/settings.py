@@ -60,10 +60,10 @@ class TaggedDataConfig(DataConfig):
         "if set, all files are read as CoNLL, whatever their suffix. Default: in .conll files the column with entity "
         "tags such as B-PER, otherwise the last one",
     )
-    span_offsets: Literal["auto", "characters", "utf16", "bytes"] = Field(
+    span_offsets: Literal["auto", "characters", "utf16", "bytes", "graphemes"] = Field(
         "auto",
-        description="what `start` and `end` of spans count: characters, UTF-16 units (JavaScript, Java) or UTF-8 "
-        "bytes; auto: what fits the spans' texts or the words' boundaries best in all rows",
+        description="what `start` and `end` of spans count: characters, UTF-16 units (JavaScript, Java), UTF-8 bytes "
+        "or grapheme clusters; auto: what fits the spans' texts or the words' boundaries best in all rows",
     )
 
 

@@ -203,7 +203,11 @@ def _complete_rest(
 
 
 def _encoded(
-    rows: Iterable[SourceRow], variables: Variables, model: BatchModel, options: ConversationOptions, bad_rows: RowReport
+    rows: Iterable[SourceRow],
+    variables: Variables,
+    model: BatchModel,
+    options: ConversationOptions,
+    bad_rows: RowReport,
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 

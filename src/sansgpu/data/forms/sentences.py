@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 from sansgpu.config import ConfigError
 from sansgpu.data.conll import MAX_TOKENS, OUTSIDE, TAG_NAMES, WORD_NAMES
+from sansgpu.data.forms.spans import TEXT_COLUMNS
 from sansgpu.data.rows import Row, SourceRow
 
 # The column of a table of words that says to which sentence a word belongs, in lower case.
@@ -89,17 +90,34 @@ def _parts(row: SourceRow) -> Iterator[SourceRow]:
     if _is_pair(value):
         text, given = value
         yield row._replace(value={**(given if isinstance(given, dict) else {"entities": given}), "text": text})
-    elif isinstance(value, dict) and isinstance(pairs := value.get("annotations"), list) and any(map(_is_pair, pairs)):
-        others = {name: other for name, other in value.items() if name not in ("annotations", "classes")}
-        for number, pair in enumerate(pairs, 1):
-            if pair is not None:  # the annotator's mark of a text that it did not save
-                for part in _parts(SourceRow(f"{row.where}, annotation {number}", pair)):
+    elif isinstance(value, dict) and (name := _list_of_rows(value)):
+        others = {key: other for key, other in value.items() if key not in (name, "classes")}
+        for number, inner in enumerate(value[name], 1):
+            if inner is not None:  # an annotator's mark of a text that it did not save
+                for part in _parts(SourceRow(f"{row.where}, {name} {number}", inner)):
                     yield part._replace(value={**others, **part.value}) if isinstance(part.value, dict) else part
+    elif isinstance(value, dict) and isinstance(wrapped := value.get("rasa_nlu_data"), dict):
+        yield from _parts(row._replace(value=wrapped))
     elif isinstance(value, dict) and isinstance(paragraphs := value.get("paragraphs"), list) and paragraphs:
         for number, paragraph in enumerate(paragraphs, 1):
             yield from _paragraph(SourceRow(f"{row.where}, paragraph {number}", paragraph))
     else:
         yield row
+
+
+def _list_of_rows(value: Row) -> str | None:
+    """Returns the key of a list of texts with spans in an object without a text: of spaCy's, Rasa's, LUIS's rows."""
+    if any(isinstance(value.get(name), str) for name in TEXT_COLUMNS):
+        return None
+    for name in ("annotations", "common_examples", "utterances", "examples"):
+        rows = value.get(name)
+        if isinstance(rows, list) and any(_is_pair(row) or _is_text(row) for row in rows):
+            return name
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(value.get(name), str) for name in TEXT_COLUMNS)
 
 
 def _is_pair(value: Any) -> TypeGuard[Sequence[Any]]:

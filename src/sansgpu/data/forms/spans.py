@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sansgpu.data.conll import OUTSIDE
@@ -14,7 +14,7 @@ from sansgpu.data.rows import LeftOutError, Row, SourceRow, column_names
 from sansgpu.data.tables import Columns
 
 TEXT_COLUMNS = ("text", "content", "document", "sentence", "data")
-SPAN_COLUMNS = ("spans", "entities", "ents", "label", "labels", "annotations", "annotation")
+SPAN_COLUMNS = ("spans", "entities", "ents", "label", "labels", "annotations", "annotation", "denotations")
 LABEL_STUDIO_LISTS = ("annotations", "completions")  # the second in versions before 1.0
 _STARTS = (
     "start", "start_offset", "start_char", "begin", "startOffset", "BeginOffset", "start_pos", "startPos", "start_idx",
@@ -24,13 +24,13 @@ _ENDS = (
     "end", "end_offset", "end_char", "stop", "endOffset", "EndOffset", "end_pos", "endPos", "end_idx", "endIndex",
     "endCharIndex",
 )  # fmt: skip
-_LABELS = ("label", "labels", "hypertextlabels", "entity", "entity_group", "entity_type", "type", "tag", "Type")
+_LABELS = ("label", "labels", "hypertextlabels", "entity", "entity_group", "entity_type", "type", "tag", "Type", "obj")
 _SAME = ("token_start", "token_end")  # of Prodigy and `sansgpu predict`; they follow from the offsets
 _MAX_LITERAL = 1 << 20  # characters of a list in a table's cell
 _LEFT_OUT = ("reject", "ignore")  # answers of Prodigy
 
 
-class _Span(NamedTuple):
+class RawSpan(NamedTuple):
     """The values of a span, not checked yet, and the keys that are not used."""
 
     start: Any
@@ -62,7 +62,7 @@ def spanned_text(row: SourceRow, columns: Columns) -> SpannedText:
         if wrong is not None:
             raise row.error(f"its {wrong} is of type {type(row.value[wrong]).__name__} instead of a list of spans")
         raise row.error("it has no list `spans`; write an empty list for a text without spans")
-    return SpannedText(row.where, text, _checked(row, _spans(row.value[column])))
+    return SpannedText(row.where, text, checked_spans(row, _spans(row.value[column])))
 
 
 def span_column(row: Row) -> str | None:
@@ -105,18 +105,20 @@ def literal(text: str) -> Any:
         return text
 
 
-def _spans(value: Any) -> list[_Span]:
-    return [span for item in _listed(value) or () for span in _items(item)]
+def _spans(value: Any) -> list[RawSpan]:
+    return [span for item in _listed(value) or () for span in span_items(item)]
 
 
-def _items(item: Any) -> Iterator[_Span]:
+def span_items(item: Any) -> Iterator[RawSpan]:
     """Yields the spans of an item of a list of spans, which is one, except in the format of Dataturks."""
     if isinstance(item, dict) and isinstance(item.get("points"), list):
         for point in item["points"]:
-            yield from _items({**item, **point, "points": None} if isinstance(point, dict) else point)
+            yield from span_items({**item, **point, "points": None} if isinstance(point, dict) else point)
+    elif isinstance(item, dict) and isinstance(item.get("span"), dict):  # PubAnnotation
+        yield from span_items({**item, **item["span"], "span": None})
     elif isinstance(item, dict) and type(item.get("offset")) is int and type(item.get("length")) is int:
         end = item["offset"] + item["length"]
-        yield from _items({**item, "end": end, "length": None})
+        yield from span_items({**item, "end": end, "length": None})
     elif isinstance(item, dict):
         start, end, label = (_first(item, names) for names in (_STARTS, _ENDS, _LABELS))
         extra = [f"{key} in a span" for key, value in item.items() if not is_empty(value)]
@@ -125,23 +127,24 @@ def _items(item: Any) -> Iterator[_Span]:
         if isinstance(given, list) and len(given) > 1:
             extra.append("further labels in a span")
         unused = tuple(name for name in extra if name not in known)
-        yield _Span(item.get(start), item.get(end), given, item.get("text"), unused)
+        yield RawSpan(item.get(start), item.get(end), given, item.get("text"), unused)
     elif isinstance(item, (list, tuple)) and len(item) >= 3:
         start, end, label = item[:3] if not isinstance(item[0], str) else (item[1], item[2], item[0])
-        yield _Span(start, end, label, None, ("further values in a span",) if len(item) > 3 else ())
+        yield RawSpan(start, end, label, None, ("further values in a span",) if len(item) > 3 else ())
     else:
-        yield _Span(None, None, item, None, ("",))
+        yield RawSpan(None, None, item, None, ("",))
 
 
 def _first(values: dict[Any, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if values.get(name) is not None), None)
 
 
-def _checked(row: SourceRow, spans: list[_Span]) -> tuple[GivenSpan, ...]:
+def checked_spans(row: SourceRow, spans: Iterable[RawSpan]) -> tuple[GivenSpan, ...]:
     return tuple(_checked_span(row, number, span) for number, span in enumerate(spans))
 
 
-def _checked_span(row: SourceRow, number: int, span: _Span) -> GivenSpan:
+def _checked_span(row: SourceRow, number: int, span: RawSpan) -> GivenSpan:
+    """Returns a span whose offsets are integers. Raises BadRowError if it is invalid."""
     name = f"span {number}"
     if span.unused == ("",):
         raise row.error(f"{name} is not an object with start, end and label, nor a list of these")
@@ -181,7 +184,9 @@ def label_studio_task(row: SourceRow, columns: Columns) -> SpannedText:
     text, done = label_studio_text(row), _annotations(row.value)
     if not done:
         raise LeftOutError(row.where, "without an annotation")
-    return SpannedText(row.where, text, _checked(row, [span for item in _results(done[0]) for span in _items(item)]))
+    return SpannedText(
+        row.where, text, checked_spans(row, [span for item in _results(done[0]) for span in span_items(item)])
+    )
 
 
 def _annotations(row: Row) -> list[Row]:
@@ -224,7 +229,7 @@ def unused_of_label_studio(row: Row, columns: Columns) -> Iterator[str]:
         if not isinstance(value, dict) or _first(value, _STARTS) is None:
             kind = result.get("type") if isinstance(result, dict) else None
             yield f"{kind or 'a result without a span'} in an annotation"
-    yield from dict.fromkeys(key for item in (_results(done[0]) if done else ()) for span in _items(item)
+    yield from dict.fromkeys(key for item in (_results(done[0]) if done else ()) for span in span_items(item)
                              for key in span.unused)  # fmt: skip
     texts = [name for name, value in row["data"].items() if isinstance(value, str)]
     used = "text" if "text" in texts else max(texts, key=lambda name: len(row["data"][name]), default=None)

@@ -20,11 +20,14 @@ from sansgpu.data.forms.sentences import SENTENCE_NAMES, tagged_rows, word_colum
 from sansgpu.data.forms.spans import (
     SPAN_COLUMNS,
     TEXT_COLUMNS,
+    RawSpan,
+    checked_spans,
     is_label_studio,
     label_studio_task,
     label_studio_text,
     literal,
     span_column,
+    span_items,
     spanned_text,
     text_column_of,
     unused_of_label_studio,
@@ -73,7 +76,7 @@ def untagged_text(row: SourceRow) -> TaggedText:
 
 def _token_column(row: Row) -> str | None:
     """Returns the column with the words of a row, or None. Prodigy's tokens are objects, which follow from the text."""
-    for name in TOKEN_COLUMNS:
+    for name in TOKEN_COLUMNS if not isinstance(row.get("sentence"), list) else (*TOKEN_COLUMNS, "sentence"):
         tokens = row.get(name)
         if isinstance(tokens, (list, str)) and not (tokens and isinstance(tokens[0], dict)):
             return name
@@ -164,29 +167,29 @@ def _with_token_spans(row: SourceRow, columns: Columns) -> TaggedText:
     """Tags the tokens of spans. The end of a list (GLiNER) is the last token, that of an object the one after it."""
     name, tokens = _token_span_column(row.value), _token_column(row.value)
     text = of_tokens(row, row.value[tokens])
-    spans = []
-    for number, span in enumerate(row.value[name]):
-        if isinstance(span, dict):
-            start, end, label = span.get("start"), span.get("end"), span.get("type", span.get("label"))
-        else:
-            start, end, label = [*span, None, None, None][:3]
-            end = end + 1 if type(end) is int else end
-        if not (type(start) is int and type(end) is int and 0 <= start < end <= len(text.starts)):
-            raise row.error(f"span {number} is {span!r}, which is not within the {counted(len(text.starts), 'token')}")
-        if not isinstance(label, str) or not row.valid_text(label, "label").strip():
-            raise row.error(f"span {number} has the label {label!r}, which is not an entity name")
-        spans.append(WordSpan(start, end, label))
-    kept, dropped = longest_first(spans)
+    given = checked_spans(row, [span for item in row.value[name] for span in _token_spans(item)])
+    for number, (start, end, _, _) in enumerate(given):
+        if not 0 <= start < end <= len(text.starts):
+            size = counted(len(text.starts), "token")
+            raise row.error(f"span {number} from {start} to {end} is empty or not within the {size}")
+    kept, dropped = longest_first(WordSpan(*span[:3]) for span in given)
     return replace(text, tags=iob2_tags(kept, len(text.starts)), dropped_spans=dropped)
+
+
+def _token_spans(item: Any) -> Iterator[RawSpan]:
+    """Yields the span of an item of a list. Its end is exclusive."""
+    numbers: Any = item.get("index") if isinstance(item, dict) else None
+    is_list = isinstance(numbers, list) and bool(numbers) and all(type(number) is int for number in numbers)
+    if is_list and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:  # W2NER
+        item = {**item, "index": None, "start": numbers[0], "end": numbers[-1] + 1}
+    for span in span_items(item):
+        yield span._replace(end=span.end + 1) if not isinstance(item, dict) and type(span.end) is int else span
 
 
 def _unused_of_token_spans(row: Row, columns: Columns) -> Iterator[str]:
     name = str(_token_span_column(row))
-    yield from unused_columns(row, (str(_token_column(row)), str(name)), columns)
-    keys = (key for span in row[name] for key in span if isinstance(span, dict))
-    yield from dict.fromkeys(f"{key} in a span" for key in keys if key not in ("start", "end", "type", "label"))
-    if any(isinstance(span, list) and len(span) > 3 for span in row[name]):
-        yield "further values in a span"
+    yield from unused_columns(row, (str(_token_column(row)), name), columns)
+    yield from dict.fromkeys(key for item in row[name] for span in _token_spans(item) for key in span.unused)
 
 
 # Columns of files
@@ -257,11 +260,11 @@ def _has_tagged_texts(path: Path, columns: Columns) -> bool:
     """Returns whether a table has a header with the columns of a tagged text or of words in sentences."""
     lines = table_lines(path, columns)
     header = next(lines, ())
-    names: Row = dict.fromkeys((name.strip() for name in header), "")
+    names: Row = dict.fromkeys(header, "")
     if word_columns(names):
         word, tag = (header.index(name) for name in word_columns(names) or ())
         has_gaps = (len(line) > max(word, tag) and not line[word] and not line[tag] for line in lines)
-        return any(name.casefold() in SENTENCE_NAMES for name in names) or any(has_gaps)
+        return any(name.strip().casefold() in SENTENCE_NAMES for name in names) or any(has_gaps)
     texts = {name.casefold() for name in names} & {*TEXT_COLUMNS, *TOKEN_COLUMNS}
     return bool(texts and {name.casefold() for name in names} & {*SPAN_COLUMNS, *TAG_COLUMNS})
 
