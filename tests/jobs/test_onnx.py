@@ -15,6 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
 from sansgpu.cli import run as cli
@@ -142,7 +143,7 @@ def test_other_heads_have_their_own_outputs(capsys: Captured, tmp_path: Path, he
 @pytest.mark.parametrize("mode", ["mean", *(pytest.param(m, marks=pytest.mark.long) for m in ("cls", "lasttoken"))])
 def test_a_sentence_transformers_folder_has_vectors(capsys: Captured, tmp_path: Path, mode: str) -> None:
     transformer = Transformer(str(model_folder("bert")), max_seq_length=64)
-    modules = [transformer, Pooling(64, pooling_mode=mode), Normalize()]
+    modules = [transformer, Pooling(64, pooling_mode=mode), Dense(64, 24), Normalize()]
     model = SentenceTransformer(modules=modules, device="cpu")
     model.save(str(tmp_path / "model"))
     file, checked = exported(capsys, tmp_path / "model", "--output", tmp_path / "out")

@@ -19,8 +19,16 @@ from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_leak, describe_split
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
+from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.huggingface.sentence_embedding import MODULES, EmbeddingLayout, is_static_folder, read_layout
+from sansgpu.models.huggingface.sentence_embedding import (
+    DENSE_WEIGHTS,
+    MODULES,
+    EmbeddingLayout,
+    is_static_folder,
+    read_layout,
+)
+from sansgpu.models.huggingface.source import model_file
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Embeds, ignore_count
 from sansgpu.tasks.embed.data import (
@@ -103,6 +111,13 @@ class TextEmbedding(Embeds, StepWideTask):
             notes.append(f"{note}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
         return config, EmbeddingCorpus(*splits, notes, fingerprint, shape.tokenizer, split=split)
+
+    @classmethod
+    def base_fingerprint(cls, config: Config) -> str:
+        layout = read_layout(config.model)
+        names = [f"{path}/{name}" for path in (layout.dense if layout else ()) for name in DENSE_WEIGHTS]
+        files = filter(None, (model_file(config.model, name) for name in names))
+        return "-".join([super().base_fingerprint(config), *(file_sha256(file)[:16] for file in files)])
 
     @classmethod
     def text_shape(cls, config: Config, train: Sequence[TextRow]) -> tuple[Config, TextShape]:
