@@ -30,7 +30,7 @@ def open_content(path: Path) -> BinaryIO:
         raise UnreadableError(
             f"decompresses to more than {MAX_UNPACKED >> 20} MB; decompress it yourself if you trust it"
         )
-    return cast(BinaryIO, io.BufferedReader(io.BytesIO(content)))  # type: ignore[arg-type]
+    return cast(BinaryIO, io.BufferedReader(io.BytesIO(content)))
 
 
 def read_content(path: Path, most: int, remedy: str) -> bytes:
