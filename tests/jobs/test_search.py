@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sansgpu.cli import run as cli
+from sansgpu.config import ConfigError
 from sansgpu.events.progress import ignore_progress
 from sansgpu.jobs.embed import search
 from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
@@ -69,6 +70,27 @@ def opened(tmp_path: Path, root: Path, max_tokens: int = 100) -> tuple[PassageIn
     index = PassageIndex(tmp_path / "index", PassageRules(words, max_tokens), encode, encode)
     index.open(files_in(root), warnings.append, ignore_progress)
     return index, encode, warnings
+
+
+def test_passages_of_documents_have_their_page(tmp_path: Path) -> None:
+    root = tmp_path / "texts"
+    root.mkdir()
+    cells = [{"cell_type": "markdown", "source": text} for text in (FOX, BREAD, SEA)]
+    (root / "a.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    (root / "b.html").write_text(f"<p>{FOX}</p><h2>Bakers</h2><p>{BREAD} Rye, too.</p>", encoding="utf-8")
+    (root / "c.docx").write_text("not a ZIP archive", encoding="utf-8")
+    index, _, warnings = opened(tmp_path, root)
+    bread, *_ = index.search(BREAD, 1)
+    assert bread.place == f"{root}/a.ipynb, cell 2"
+    assert bread.as_json() | {"score": 1} == {"file": f"{root}/a.ipynb", "cell": 2, "score": 1, "text": BREAD}
+    rye, *_ = index.search(f"Bakers {BREAD} Rye, too.", 1)
+    assert (rye.place, rye.passage.text.split("\n")[0]) == (f"{root}/b.html, paragraph 2", "Bakers")
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"1 of 3 documents left out: {root}/c.docx is not a Word file")
+    (root / "a.ipynb").unlink()
+    (root / "b.html").unlink()
+    with pytest.raises(ConfigError, match=r"c\.docx is not a Word file"):
+        opened(tmp_path, root)
 
 
 def test_passages_have_their_file_and_line(tmp_path: Path, folder: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from sansgpu.data.documents.layout import PageLine
 
 EDGE_LINES = 3  # lines at the top and at the bottom of a page that may repeat
+EDGE_RATIO = 0.15  # of the height of a page; lines further from its edges are text
+TITLE_WORDS = 4  # a longer line that ends like a sentence is text, unless it is equal on other pages
 SAME_HEIGHT = 6.0  # points that such lines may differ in height
 # A line is removed if it occurs on 3 of 8 pages in a row, or on both of two pages. For page numbers, 2 pages suffice.
 NEARBY_PAGES, REPEATS, NUMBER_REPEATS = 8, 3, 2
@@ -18,37 +20,47 @@ _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50, "c": 100}
 Form = tuple[str, int, int]  # (what a line has in common with the same line of other pages, height, repeats needed)
 
 
-def without_repeated_edges(pages: Sequence[list[PageLine]]) -> list[list[PageLine]]:
-    """Returns the pages without their headers, footers and page numbers."""
-    forms = [{line: _forms(line, number) for line in _edges(lines)} for number, lines in enumerate(pages)]
+def without_repeated_edges(pages: Sequence[list[PageLine]], heights: Sequence[float]) -> list[list[PageLine]]:
+    """Returns the pages, of these heights in points, without their headers, footers and page numbers."""
+    forms = [
+        {line: _forms(line, number) for line in _edges(lines, height)}
+        for number, (lines, height) in enumerate(zip(pages, heights, strict=True))
+    ]
     places: defaultdict[Form, set[int]] = defaultdict(set)
     for number, found in enumerate(forms):
         for form in (form for several in found.values() for form in several):
             places[form].add(number)
     repeated = {form for form in places if _is_repeated(_pages_near(form, places), form[2], len(pages))}
-    return [
-        [line for line in lines if repeated.isdisjoint(found.get(line, ()))]
-        for lines, found in zip(pages, forms, strict=True)
-    ]
+    return [_left(lines, found, repeated) for lines, found in zip(pages, forms, strict=True)]
 
 
-def _edges(lines: list[PageLine]) -> list[PageLine]:
+def _left(lines: list[PageLine], forms: Mapping[PageLine, list[Form]], repeated: set[Form]) -> list[PageLine]:
+    """Returns the lines that are not repeated. If that is none, the page has equal text: only its number is removed."""
+    left = [line for line in lines if repeated.isdisjoint(forms.get(line, ()))]
+    return left or [line for line in lines if any(map(str.isalpha, line.text))]
+
+
+def _edges(lines: list[PageLine], height: float) -> list[PageLine]:
     ordered = sorted(lines, key=lambda line: line.top)
-    return ordered if len(ordered) <= 2 * EDGE_LINES else [*ordered[:EDGE_LINES], *ordered[-EDGE_LINES:]]
+    bottom = [line for line in ordered[:EDGE_LINES] if line.top < EDGE_RATIO * height]
+    return [*bottom, *(line for line in ordered[-EDGE_LINES:] if line.top > (1 - EDGE_RATIO) * height)]
 
 
 def _forms(line: PageLine, page: int) -> list[Form]:
     """Returns the text with any numbers, and how much its first or last number is ahead of the page."""
     height, words = int(line.top // SAME_HEIGHT), line.text.casefold().split()
+    if not any(map(str.isalpha, line.text)) or (len(words) == 1 and _page_number(words[0]) is not None):
+        first = next((number for word in words if (number := _page_number(word)) is not None), None)
+        return [] if first is None else [(f"#{first - page}", height, NUMBER_REPEATS)]
+    if len(words) > TITLE_WORDS and line.text.endswith((".", "!", "?")):  # a sentence of the text
+        return [(line.text, height, REPEATS)]
     numbers = {number - page for word in (words[0], words[-1]) if (number := _page_number(word)) is not None}
-    needed = NUMBER_REPEATS if len(words) == 1 else REPEATS
-    forms = [(f"#{ahead}", height, needed) for ahead in numbers]
-    if any(character.isalpha() for character in line.text):
-        forms.append((_NUMBER.sub("#", " ".join(words)), height, REPEATS))
-    return forms
+    ahead = [(f"#{number}", height, REPEATS) for number in numbers]
+    return [*ahead, (_NUMBER.sub("#", " ".join(words)), height, REPEATS)]
 
 
 def _page_number(word: str) -> int | None:
+    word = word.strip("-–—|/()[].")
     if word.isdecimal() and len(word) < 6:
         return int(word)
     return _roman(word) if _ROMAN.fullmatch(word) else None

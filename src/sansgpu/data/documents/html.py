@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +97,7 @@ class _PageText(HTMLParser):
         self.title = ""
         self._open: list[_Element] = []
         self._depths = dict.fromkeys(("hidden", "main", "article", "around", "pre", "title", "body"), 0)
+        self._open_tags: Counter[str] = Counter()
         self._texts: list[_PieceOfPage] = []
         self._articles = 0
 
@@ -118,7 +120,7 @@ class _PageText(HTMLParser):
         self._begin(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if any(element.tag == tag for element in self._open):
+        if self._open_tags[tag]:
             while self._close() != tag:
                 pass
 
@@ -150,6 +152,7 @@ class _PageText(HTMLParser):
 
     def _count(self, element: _Element, change: int) -> None:
         depths = self._depths
+        self._open_tags[element.tag] += change
         depths["hidden"] += change * element.is_hidden
         depths["main"] += change * element.is_main
         depths["around"] += change * (element.tag in _AROUND)
@@ -171,12 +174,19 @@ class _PageText(HTMLParser):
 
 
 def _laid_out(text: str) -> str:
-    """Replaces the marks in the collected text."""
-    breaks = f"[{_PARAGRAPH}{_LINE}]*"
+    """Replaces the marks in the collected text. Each pattern takes time in proportion to the text, whatever it is."""
+    either = f"[{_PARAGRAPH}{_LINE}]"
     text = re.sub(r" {2,}", " ", text)
     text = re.sub(f" ?([{_PARAGRAPH}{_LINE}{_ROW}\t\n]) ?", r"\1", text)
-    text = re.sub(f"{_ROW}\t?{breaks}", "", text)  # before the first cell of a row
-    text = re.sub(f"{breaks}\t{breaks}", "\t", text)
-    text = re.sub(f"{_LINE}- ?[{_PARAGRAPH}{_LINE}]+", f"{_LINE}- ", text)  # a paragraph in a list
-    text = re.sub(f"[{_LINE}\n]*{_PARAGRAPH}[{_PARAGRAPH}{_LINE}\n]*", "\n\n", text)
-    return cleaned(re.sub(f"{_LINE}+", "\n", text).replace(_SPACE, " "))
+    text = re.sub(f"{either}+", lambda match: _PARAGRAPH if _PARAGRAPH in match[0] else _LINE, text)
+    text = re.sub(f"{_ROW}\t?{either}?", "", text)  # before the first cell of a row
+    text = re.sub(f"{either}?\t{either}?", "\t", text)
+    text = re.sub(f"{_LINE}- ?{either}", f"{_LINE}- ", text)  # a paragraph in a list
+    text = re.sub(f"[{_PARAGRAPH}{_LINE}\n]+", _line_ends, text)
+    return cleaned(text.replace(_SPACE, " "))
+
+
+def _line_ends(marks: re.Match[str]) -> str:
+    if _PARAGRAPH in marks[0]:
+        return "\n\n"
+    return marks[0].replace(_LINE, "") or "\n"  # line ends of preformatted text stay as they are

@@ -27,18 +27,19 @@ def read_pdf(path: Path) -> Document:
         if "password" in str(error).lower():
             raise UnreadableError("is protected by a password; save it without one") from None
         raise UnreadableError("is not a valid PDF file; download or export it again") from None
-    pages, drawn = [], []
+    pages, heights, drawn = [], [], []
     for number in range(len(pdf)):
         try:
             page = pdf[number]
-            lines = _lines(page)
+            lines, height = _lines(page), page.get_height()
             drawn.append(pypdfium2.raw.FPDFPage_CountObjects(page) > 0)
             page.close()
         except pypdfium2.PdfiumError:  # a damaged page does not spoil the others
-            lines = []
+            lines, height = [], 0.0
             drawn.append(True)
         pages.append(lines)
-    pages = without_repeated_edges(pages)
+        heights.append(height)
+    pages = without_repeated_edges(pages, heights)
     texts = [cleaned(text) for text in with_whole_words([join_lines(lines) for lines in pages])]
     blank = sum(has_drawing and not text.strip() for has_drawing, text in zip(drawn, texts, strict=True))
     parts = tuple(DocumentPart(number, text) for number, text in enumerate(texts, 1) if text.strip())

@@ -26,7 +26,7 @@ from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.untrusted.sandbox import Sandbox, SandboxError
 
-CPU_SECONDS = 120  # time limit of a file; a page of a PDF file takes 5 to 20 milliseconds
+CPU_SECONDS = 60  # time limit of a file; a page of a PDF file takes 5 to 20 milliseconds
 MAX_CHARS = 64 << 20  # characters of a file, which are held in memory
 
 
