@@ -9,10 +9,10 @@ B sequences, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,6 @@ from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBa
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
 from sansgpu.models.generation.prefix_cache import MIN_SHARED, PrefixCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
-from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables
 from sansgpu.models.generation.text import StopDetector, StopStrings, TextPieces
 from sansgpu.models.generation.tool_calls import ToolUse
 from sansgpu.models.modules import integer_of_model
@@ -46,20 +45,6 @@ class Completion(NamedTuple):
     stop: int | None = None  # the token with which the model ended the text, which is not in `ids`
 
 
-class ChatIds(Protocol):
-    """Returns the ids of a conversation up to the model's answer.
-
-    `variables` are those of the chat template. Raises ConfigError if the template refuses the conversation.
-    """
-
-    def __call__(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Variables = NO_VARIABLES,
-    ) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class BatchModel:
     """A language model with its tokenizer, for generating text."""
@@ -69,7 +54,7 @@ class BatchModel:
     context: int
     together: bool  # whether the model can process several sequences at once
     text_ids: Callable[[str], list[int]]
-    chat_ids: ChatIds | None  # None: it has no chat template
+    chat_ids: Callable[..., list[int]] | None  # of messages, tools and variables; None: it has no chat template
     decode: Callable[[list[int]], str]
     ends: frozenset[int]
     tool_use: Callable[[], ToolUse] | None = None  # None: it has no chat template

@@ -90,7 +90,7 @@ def tool_use(tokenizer: Any) -> ToolUse:
     return ToolUse(trial.shows_tools, trial.shows_calls, form)
 
 
-class _Trial(NamedTuple):
+class _TrialCall(NamedTuple):
     """What a chat template writes for a tool and for a call of it, if it can be told from the rest of the answer."""
 
     shows_tools: bool
@@ -99,7 +99,7 @@ class _Trial(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _trial(template: str, names: str) -> _Trial:
+def _trial(template: str, names: str) -> _TrialCall:
     named: dict[str, Any] = json.loads(names)
     plain = render_prefixes(template, named, [_QUESTION], [(1, True)])[0]
     offered = with_tools(named, [_TOOL])
@@ -114,8 +114,8 @@ def _trial(template: str, names: str) -> _Trial:
     for text in callings:
         for start in (before, asked.text):
             if found and text.startswith(start) and _NAME in text[len(start) :]:
-                return _Trial(shows_tools, shows_calls, text[len(start) :].removesuffix(after))
-    return _Trial(shows_tools, shows_calls, None)
+                return _TrialCall(shows_tools, shows_calls, text[len(start) :].removesuffix(after))
+    return _TrialCall(shows_tools, shows_calls, None)
 
 
 def _form_of(written: str, tokenizer: Any) -> CallForm | None:
