@@ -21,7 +21,7 @@ from sansgpu.data.forms.turns import Message
 from sansgpu.data.forms.words import TaggedText
 
 # Fields of a Conversation that have parts of their own, or only say how it is read. Any other field is shown, too.
-_CONVERSATION_FIELDS = {"where", "turns", "first", "plain", "text", "parse_special"}
+_CONVERSATION_FIELDS = {"where", "turns", "first", "plain", "text", "parse_special", "unlearned"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _conversation(row: Conversation) -> Iterator[ExamplePart]:
     if row.text is not None:
         yield plain("text", row.text, learned=True)
     for number, turn in enumerate(row.turns):
-        yield _turn(turn, turn["role"] == "assistant" and number >= row.first)
+        yield _turn(turn, number in row.learned_turns)
 
 
 def _further_fields(row: Conversation) -> Iterator[ExamplePart]:

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class SplitFacts:
     """What is known of the rows of one split. With `brief`, only what `SplitLook` has."""
 
     brief: bool = False
+    learned: Callable[[Any], Any] = field(default=lambda typed: typed)  # what the task learns from a typed row
     rows: int = 0
     problem: str | None = None
     is_whole: bool = True
@@ -88,7 +89,7 @@ class SplitFacts:
 
     def _read(self, row: SourceRow, forms: Forms[Any], columns: Columns) -> ReadRow | BadRowError:
         try:
-            typed = forms.read(row, columns, self.report)
+            typed = self.learned(forms.read(row, columns, self.report))
         except BadRowError as error:
             self._leave_out(row.where, str(error))
             return error

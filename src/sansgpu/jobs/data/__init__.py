@@ -14,6 +14,7 @@ import numpy as np
 from sansgpu.config import ConfigError, Override, SansGPUError, change_config
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.wording import truncate
+from sansgpu.data.forms.files import file_notes
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row
@@ -30,12 +31,13 @@ from sansgpu.data.preview.facts import (
 from sansgpu.data.preview.look import DataLook, LabelLook, LengthLook, RowExample, ScoreLook
 from sansgpu.data.rows import BadRowError, SourceRow, is_text
 from sansgpu.data.sources import Source, local_files
-from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
+from sansgpu.jobs.data.decisions import decide, note_on_pairs
 from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
 from sansgpu.tasks.classify.labels import find_labels
+from sansgpu.tasks.classify.settings import WeightedDataConfig
 from sansgpu.tasks.configuration import SCHEMA, as_config
 from sansgpu.views.data_look import look_page
 
@@ -136,12 +138,13 @@ class _Look:
     """One look at a dataset with the settings of a configuration."""
 
     def __init__(self, config: Config, request: DataRequest, progress: ReportProgress, brief: bool = False) -> None:
-        self._config, self._request, self._progress, self._brief = config, request, progress, brief
+        self._request, self._progress, self._brief = request, progress, brief
         self._kind = config.settings.rows
         self._forms = FORMS[self._kind]
         self._sources, data, note = OpenedData(config.data).open(self._kind)
-        self._columns, self._data = Columns.of(data), data
-        self._notes = [note] if note else []
+        self._config = config.model_copy(update={"data": data})
+        self._notes = [*file_notes(data, self._kind), *self._sources.notes, *([note] if note else [])]
+        self._columns, self._learned = decide(self._config, self._sources.train, self._notes)
         self._examples: list[RowExample] = []
         self._tokenized: TokenizedParts | None = None
 
@@ -168,6 +171,8 @@ class _Look:
         if self._brief:
             return replace(found, notes=tuple(self._notes))
         self._progress("comparing texts", 0, 0)
+        if note := note_on_pairs([read.typed for read in train.sample], self._config, self._sources.train.name):
+            self._notes.append(note)
         return replace(
             found,
             repetition=repetition(train, held) if train.forms else None,
@@ -185,12 +190,13 @@ class _Look:
         from sansgpu.jobs.data.tokens import TokenizedParts  # imports torch and transformers
 
         settings = self._config.model.model_copy(update={"name_or_path": model})
-        return TokenizedParts(self._config.model_copy(update={"model": settings, "data": self._data}))
+        return TokenizedParts(self._config.model_copy(update={"model": settings}))
 
     def _read(self, source: Source, part: str) -> SplitFacts:
         """Reads a split, collects the examples to show of the training split, and writes it if that is requested."""
-        facts, request = SplitFacts(self._brief), self._request
-        is_train = part == "training"
+        request, is_train = self._request, part == "training"
+        learned = self._learned if is_train else decide(self._config, source, self._notes)[1]
+        facts = SplitFacts(self._brief, learned)
         rows = rows_of(source, self._kind, self._columns)
         limit = DRY_RUN_ROWS if self._brief else None
         read = facts.read(self._reported(rows, source), self._forms, self._columns, limit)
@@ -292,19 +298,19 @@ class _Look:
         if not train.labels:
             return None
         texts = [LabeledText("", "", None, label) for label in train.labels]
-        data: Any = self._data
+        data = WeightedDataConfig.of(self._config)
         different = sum(len(labels) > 1 for labels in train.labels_of_text.values())
         try:
-            labels = find_labels(texts, data.label_kind, data.labels, self._sources.train.name)
+            labels = find_labels(texts, data, self._sources.train.name, self._columns.labels)
         except ConfigError as error:  # e.g. there is only one label
             counts = Counter(name for text in texts for name in text.labels)
             return LabelLook("labels", "rows", tuple(counts.most_common()), False, str(error), different)
         if labels.kind == "regression":
             train.scores.extend(float(label) for label in train.labels if not isinstance(label, (list, bool)))
-            return LabelLook(labels.kind, "rows", (), False, labels.note, different)
+            return LabelLook(labels.kind, "rows", (), False, " ".join(labels.notes), different)
         counts = Counter(name for text in texts for name in text.labels)
         mapping = tuple((name, counts[name]) for name in labels.names)
-        return LabelLook(labels.kind, "rows", mapping, True, labels.note, different)
+        return LabelLook(labels.kind, "rows", mapping, True, " ".join(labels.notes), different)
 
 
 def _json_line(row: Any) -> str:

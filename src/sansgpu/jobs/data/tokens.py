@@ -76,7 +76,7 @@ class TokenizedParts:
 
     def _prompt(self, row: Prompt) -> Iterator[ExamplePart]:
         if row.turns and self.tokenizer.chat_template is not None:
-            ids = encoded_prompt(self.tokenizer, list(row.turns), with_fixed_date).ids
+            ids = encoded_prompt(self.tokenizer, list(row.turns), with_fixed_date, tools=row.tools).ids
         else:
             ids = text_prompt_ids(self.tokenizer, row.text)
         yield self._decoded("prompt", ids, [False] * len(ids))
