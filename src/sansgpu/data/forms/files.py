@@ -12,7 +12,6 @@ from sansgpu.config.wording import counted, truncate
 from sansgpu.data.files import CONVERT, TEXT_SUFFIXES, describe_file, file_form
 from sansgpu.data.formats.names import split_of
 from sansgpu.data.formats.opening import is_archive, suffix_of
-from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.sources import files_below, is_saved_dataset, local_files, split_files
 from sansgpu.data.tables import Columns
 
@@ -22,7 +21,7 @@ def file_notes(data: DataConfig, rows: str) -> list[str]:
 
     Files in UTF-8 with the separator of their suffix need none. Raises ConfigError if a file cannot be read.
     """
-    forms, text_rows = dict[str, list[Path]](), FORMS[rows].text_rows
+    forms, text_rows = dict[str, list[Path]](), _has_text_rows(rows)
     for path in local_files(data, text_rows):
         if form := describe_file(path, Columns.of(data).format):
             forms.setdefault(form, []).append(path)
@@ -36,6 +35,14 @@ def file_notes(data: DataConfig, rows: str) -> list[str]:
         if name not in BUILT_IN_NAMES and has_files and not is_saved_dataset(root):
             notes += _folder_notes(root, text_rows)
     return notes
+
+
+def _has_text_rows(rows: str) -> bool:
+    if rows == "texts":
+        return False
+    from sansgpu.data.forms.registry import FORMS  # has much code that pretraining does not need
+
+    return FORMS[rows].text_rows
 
 
 def _folder_notes(root: Path, text_rows: bool) -> Iterator[str]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.models.generation.thoughts import THOUGHT_KEYS
 
-NOT_CHECKED = ("role", "content", *THOUGHT_KEYS)  # thoughts are counted turn by turn
+ALWAYS_RENDERED = "role", "content"
 CHECKED_ROLES = "tool", "developer"  # roles of turns that some templates skip
 
 
 def omitted_parts(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], render: Callable[..., Any]
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    render: Callable[..., Any],
+    skip: Collection[str] = (),
 ) -> Iterator[str]:
     """Names the parts without which `render(messages, tools)` gives the same result.
 
-    Such parts are the tools, keys of turns except role, content and thoughts, and contents of turns with special roles.
+    Such parts are the tools, keys of turns other than role, content and those to `skip`, and contents of turns with
+    special roles.
     """
-    keys = dict.fromkeys(key for message in messages for key in message if key not in NOT_CHECKED)
+    keys = dict.fromkeys(key for message in messages for key in message if key not in (*ALWAYS_RENDERED, *skip))
     roles = dict.fromkeys(message["role"] for message in messages if message["role"] in CHECKED_ROLES)
     if not (keys or roles or tools):
         return

@@ -23,7 +23,7 @@ from sansgpu.machine.untrusted.templates import (
     with_tools,
 )
 from sansgpu.models.generation.omitted import omitted_parts
-from sansgpu.models.generation.thoughts import THOUGHT_END, lost_thoughts
+from sansgpu.models.generation.thoughts import THOUGHT_END, THOUGHT_KEYS, lost_thoughts
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
@@ -111,7 +111,7 @@ class RenderedConversation:
 
     def omitted(self) -> tuple[str, ...]:
         """Names the parts of the conversation that the template leaves out, except system messages."""
-        return tuple(omitted_parts(self._turns, self._tools, self.render))
+        return tuple(omitted_parts(self._turns, self._tools, self.render, skip=THOUGHT_KEYS))
 
     def _render_all(
         self, turns: Sequence[Message], prefixes: Sequence[tuple[int, bool]], tools: Tools
