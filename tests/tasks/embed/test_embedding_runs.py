@@ -320,7 +320,7 @@ def test_data_that_cannot_be_learned_from(home: Path, tmp_path: Path, capsys: Ca
     assert cli(command(home, "bad", training__matryoshka_dims=[65])) == 2
     assert "have only 64 dimensions" in sentence(capsys)
     assert cli(command(home, "bad", "scores", data__score_scale=2)) == 2
-    assert "is not between -2 and data.score_scale 2" in sentence(capsys)
+    assert "is not between 0 and data.score_scale 2" in sentence(capsys)
 
 
 def test_a_graph_encoder_of_our_own_layout_is_refused_with_what_to_train(tmp_path: Path, capsys: Captured) -> None:
