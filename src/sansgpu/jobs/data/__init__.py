@@ -36,7 +36,8 @@ from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
 from sansgpu.jobs.data.decisions import decide, note_on_pairs
 from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
-from sansgpu.tasks.classify.labels import find_labels
+from sansgpu.tasks.classify.label_values import LabelCells
+from sansgpu.tasks.classify.labels import Labels, find_labels
 from sansgpu.tasks.classify.settings import WeightedDataConfig
 from sansgpu.tasks.configuration import SCHEMA, as_config
 from sansgpu.views.data_look import look_page
@@ -144,6 +145,8 @@ class _Look:
         self._sources, data, note = OpenedData(config.data).open(self._kind)
         self._config = config.model_copy(update={"data": data})
         self._notes = [*file_notes(data, self._kind), *self._sources.notes, *([note] if note else [])]
+        if self._sources.test is not None:
+            self._notes.append(f"{self._sources.test.name} is the test part, from which a run does not learn")
         self._columns, self._learned = decide(self._config, self._sources.train, self._notes)
         self._examples: list[RowExample] = []
         self._tokenized: TokenizedParts | None = None
@@ -308,9 +311,17 @@ class _Look:
         if labels.kind == "regression":
             train.scores.extend(float(label) for label in train.labels if not isinstance(label, (list, bool)))
             return LabelLook(labels.kind, "rows", (), False, " ".join(labels.notes), different)
-        counts = Counter(name for text in texts for name in text.labels)
+        counts = Counter(name for text in texts for name in _names(labels, text))
         mapping = tuple((name, counts[name]) for name in labels.names)
         return LabelLook(labels.kind, "rows", mapping, True, " ".join(labels.notes), different)
+
+
+def _names(labels: Labels, text: LabeledText) -> list[str]:
+    """Returns the names of the labels of a text; none if they are invalid, which the task reports."""
+    try:
+        return labels.names_in(text, labels.cells or LabelCells())
+    except BadRowError:
+        return []
 
 
 def _json_line(row: Any) -> str:
