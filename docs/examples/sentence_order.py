@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import nn
 
 from sansgpu.config import Config, ConfigError, Metric, TaskSettings, derive_seed
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.order import generator
 from sansgpu.data.rows import row_text
 from sansgpu.data.sequences import LabeledSequences, PackedSequences

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config import ConfigError
+from sansgpu.config.data import DataConfig
 from sansgpu.config.errors import is_installed
-from sansgpu.config.schema import DataConfig
 from sansgpu.data.documents import collection, reading
 from sansgpu.data.documents.document import Document, DocumentPart
 from sansgpu.data.documents.edges import without_repeated_edges

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import sansgpu.tokenizer
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.shards import build_tokenizer, left_out_note
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import (

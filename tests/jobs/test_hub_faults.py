@@ -20,7 +20,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.machine.hub.client import HUB, told_wait
 from tests import processes

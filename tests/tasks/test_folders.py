@@ -26,7 +26,7 @@ DECLARATION = '''"""The settings of task order."""
 from pydantic import Field
 
 from sansgpu.config import Metric
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.tasks import TaskSettings
 
 

@@ -109,8 +109,8 @@ def precision_option(auto: str) -> Any:
 
 def _template_variable(text: str) -> tuple[str, Any]:
     """Parses the name and the value, in YAML, of a variable for the chat template."""
+    from sansgpu.config.data import is_template_variable  # imports the schema, which `--help` does not need
     from sansgpu.config.parse import parse_value
-    from sansgpu.config.schema import is_template_variable  # imports the schema, which `--help` does not need
 
     name, equals, value = text.partition("=")
     if not equals or not is_template_variable(name):

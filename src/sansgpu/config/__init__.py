@@ -35,8 +35,9 @@ from sansgpu.config.seeds import derive_seed
 from sansgpu.config.tasks import CardText, Metric, TaskSettings, import_class
 
 if TYPE_CHECKING:
+    from sansgpu.config.data import DataConfig
     from sansgpu.config.model import ModelConfig
-    from sansgpu.config.schema import Config, DataConfig
+    from sansgpu.config.schema import Config
     from sansgpu.config.training import TrainingConfig
 
 __all__ = [

@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 from sansgpu.config import ConfigError, SansGPUError, UnreachableError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.wording import counted, first_line, truncate
 from sansgpu.data.rows import row_text
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_failures_as, write_text

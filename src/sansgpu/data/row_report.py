@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.rows import BadRowError, LeftOutError
 

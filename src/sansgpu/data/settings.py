@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.section import CHANGEABLE, FIXED, INPUT_PATH, also_named
 from sansgpu.config.training import TrainingConfig
 

@@ -19,8 +19,8 @@ import numpy as np
 from filelock import FileLock
 
 from sansgpu.config import ConfigError
+from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import TRAINED_TOKENIZERS
-from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.settings import CorpusDataConfig

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, UnreachableError
+from sansgpu.config.data import DataConfig
 from sansgpu.config.errors import require
 from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.plain_data import unreadable
-from sansgpu.config.schema import DataConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.documents.formats import format_of, readers

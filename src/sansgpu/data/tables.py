@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.formats.dialects import MAX_EMPTY, Dialect, FileFormat, empty_words, recognize_table
 from sansgpu.data.formats.encodings import AUTO
 from sansgpu.data.formats.names import TABLES

@@ -15,9 +15,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.config.data import MAX_VOCABULARY, MIN_VOCABULARY, DataConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
-from sansgpu.config.schema import MAX_VOCABULARY, MIN_VOCABULARY, DataConfig
 from sansgpu.config.wording import truncate
 from sansgpu.data.sources import open_sources
 from sansgpu.files.reading import read_object, require_regular_file

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, SansGPUError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form

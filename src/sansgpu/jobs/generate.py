@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
-from sansgpu.config.schema import DataConfig
 from sansgpu.data.forms.chats import PROMPTS, ConversationOptions, Prompt
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow

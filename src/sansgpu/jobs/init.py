@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import ConfigError, change_config
+from sansgpu.config.data import DataConfig
 from sansgpu.config.load import commented_yaml
-from sansgpu.config.schema import Config, DataConfig
+from sansgpu.config.schema import Config
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.sources import open_single

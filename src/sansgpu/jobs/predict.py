@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.files import file_form
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.rows import LocatedRow, SourceRow

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.batch import Batch
 from sansgpu.data.pack import Windows
 from sansgpu.data.sources import Source, open_single

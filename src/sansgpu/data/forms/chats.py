@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.forms.answers import ANSWER_COLUMNS
 from sansgpu.data.forms.chat_columns import (
     CONTEXT_COLUMNS,

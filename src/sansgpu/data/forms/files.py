@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import BUILT_IN_NAMES, local_path
-from sansgpu.config.schema import DataConfig
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.files import CONVERT, TEXT_SUFFIXES, describe_file, file_form
 from sansgpu.data.formats.names import split_of

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sansgpu.config import ConfigError, Override, SansGPUError, change_config
-from sansgpu.config.schema import Config, DataConfig
+from sansgpu.config.data import DataConfig
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import truncate
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.forms.labels import LabeledText

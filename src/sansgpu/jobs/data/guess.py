@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, UnreachableError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.data.files import file_form, read_rows
 from sansgpu.data.forms.form import Form, Forms, resolve_columns
 from sansgpu.data.forms.graphs import FACT_KEYS, has_bare_triples

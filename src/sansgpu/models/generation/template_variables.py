@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import is_template_variable
+from sansgpu.config.data import is_template_variable
 from sansgpu.config.wording import shown
 from sansgpu.machine.untrusted.templates import UnusableTemplateError, variables_in
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictBool
 
+from sansgpu.config.data import DataConfig
 from sansgpu.config.parse import Values
-from sansgpu.config.schema import DataConfig
 from sansgpu.config.section import FIXED
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Variant, interval, share
 from sansgpu.config.training import TrainingConfig

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings
 from sansgpu.config.training import PositiveInt, TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, fine_tuning_problems

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sansgpu.config.data import DataConfig
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values
 from sansgpu.config.paths import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
-from sansgpu.config.schema import Config, DataConfig
+from sansgpu.config.schema import Config
 from sansgpu.config.section import CHANGEABLE, CHANGES_LOSS, also_named
 from sansgpu.config.tasks import CardText, Metric, TaskSettings, Variant, interval
 from sansgpu.config.training import TrainingConfig

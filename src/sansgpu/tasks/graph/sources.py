@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
+from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import local_path
-from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
 from sansgpu.data.formats.dialects import FileFormat
 from sansgpu.data.forms.graphs import (

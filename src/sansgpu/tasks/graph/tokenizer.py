@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.wording import shown
 from sansgpu.data.forms.graphs import Entity
 from sansgpu.data.shards import cache_key, cached

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from sansgpu.config import ConfigError, derive_seed
+from sansgpu.config.data import DataConfig
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
-from sansgpu.config.schema import Config, DataConfig
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length

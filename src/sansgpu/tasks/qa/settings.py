@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sansgpu.config.schema import DataConfig
+from sansgpu.config.data import DataConfig
 from sansgpu.config.section import CHANGEABLE
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, percentage
 from sansgpu.tasks.settings import FINE_TUNED, SMALL_ENCODER, fine_tuning_problems

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import PYTHON_STDLIB_CHAT
-from sansgpu.config.schema import DataConfig
 from sansgpu.config.tasks import CardText, Purpose, TaskSettings
 from sansgpu.tasks.settings import (
     CHAT_COMMAND,
