@@ -19,7 +19,7 @@ from sansgpu.data.formats.dialects import MAX_EMPTY, Dialect, FileFormat, empty_
 from sansgpu.data.formats.encodings import AUTO
 from sansgpu.data.formats.names import TABLES
 from sansgpu.data.formats.opening import MAX_LINE, suffix_of
-from sansgpu.data.formats.records import Line, quoted_records
+from sansgpu.data.formats.records import TextLine, quoted_records
 from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_rows
 from sansgpu.data.lines import (
     binary_file,
@@ -116,9 +116,9 @@ def read_table(path: Path, header: Header, configured: FileFormat) -> Iterator[S
             fields = first.row.readable_value()[dialect.header_index :]
             _require_columns(first, fields)
             columns = _column_names(fields, configured)
-        cells = _Cells(path, dialect, configured, columns)
+        table = _TableRows(path, dialect, configured, columns)
         for line in lines:
-            row = cells.row(line)
+            row = table.row(line)
             if row is not None:
                 yield row
 
@@ -152,7 +152,7 @@ def _table_lines(path: Path, dialect: Dialect, first: int) -> Iterator[_TableLin
                 yield _TableLine(SourceRow(f"{path}, row {number}", record.fields), where)
 
 
-def _bounded_lines(path: Path, encoding: str) -> Iterator[Line]:
+def _bounded_lines(path: Path, encoding: str) -> Iterator[TextLine]:
     """Yields the lines of a table, which may end in carriage returns. Raises ConfigError if one is too long."""
     with open_text(path, encoding, "surrogateescape") as file:
         number = 0
@@ -165,7 +165,7 @@ def _bounded_lines(path: Path, encoding: str) -> Iterator[Line]:
             if not line.isascii() and not is_text(line):
                 byte = next(ord(char) for char in line if "\udc80" <= char <= "\udcff") & 0xFF
                 problem = undecodable(f"{path}, line {number}", encoding_name(path, encoding), byte)
-            yield Line(number, line, problem)
+            yield TextLine(number, line, problem)
 
 
 def _column_names(fields: Sequence[str], configured: FileFormat) -> list[str]:
@@ -182,7 +182,7 @@ def _require_columns(line: _TableLine, fields: Sequence[str]) -> None:
         raise ConfigError(f"{line.line} has more than {MAX_COLUMNS:,} columns; remove unneeded ones.")
 
 
-class _Cells:
+class _TableRows:
     """Makes rows of the fields of a table's records."""
 
     def __init__(self, path: Path, dialect: Dialect, configured: FileFormat, columns: Sequence[str] | None) -> None:

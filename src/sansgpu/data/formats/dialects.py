@@ -13,7 +13,7 @@ from pathlib import Path
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.formats.encodings import AUTO, UTF8, open_utf8, resolve_encoding
 from sansgpu.data.formats.opening import BLOCK, archive_of, suffix_of
-from sansgpu.data.formats.records import NOT_CLOSED, Line, quoted_records
+from sansgpu.data.formats.records import NOT_CLOSED, TextLine, quoted_records
 from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_names, sheet_rows
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
@@ -136,7 +136,7 @@ def _records(lines: Iterable[str], separator: str, has_quotes: bool, skip_spaces
     """Returns the fields of the first records that can be read."""
     if not has_quotes:
         return [line.rstrip("\r\n").split(separator) for line in lines if line.strip()][:MAX_SAMPLE]
-    numbered = (Line(number, line) for number, line in enumerate(lines, 1))
+    numbered = (TextLine(number, line) for number, line in enumerate(lines, 1))
     records = quoted_records(_SAMPLE, numbered, separator, skip_spaces=skip_spaces)
     # The sample may end within a field of many lines, which are no records.
     whole = takewhile(lambda record: NOT_CLOSED not in record.problem, records)
@@ -193,7 +193,7 @@ def _has_quotes(lines: Sequence[str]) -> bool:
     if not any('"' in line for line in lines):
         return False
     plain = _records(lines, "\t", has_quotes=False)
-    numbered = (Line(number, line) for number, line in enumerate(lines, 1))
+    numbered = (TextLine(number, line) for number, line in enumerate(lines, 1))
     quoted = [*islice(quoted_records(_SAMPLE, numbered, "\t"), MAX_SAMPLE)]
     quoted = quoted[:-1] if len(quoted) > 1 and quoted[-1].problem else quoted  # the sample may end within quotes
     columns = len(quoted[0].fields)

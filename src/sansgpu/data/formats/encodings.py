@@ -17,6 +17,7 @@ MAX_ASCII = 256 << 20  # bytes at the start of a file in which to look for the f
 MIN_WIDE_SHARE = 0.4  # share of zero bytes at even or odd places from which a file without a mark is UTF-16
 MIN_WIDE_CHARACTERS = 4
 MIN_SCORE = 0.55  # mean score of a text's letters from which an encoding is recognized
+UNDECODED, MAX_UNDECODED = "\ufffd", 0.1  # share of the characters beyond ASCII that a damaged file may lack
 SCORED_BYTES = 1 << 16
 LATIN_BONUS = 0.15  # added to the score of cp1252, by far the most frequent encoding that is not Unicode
 FEW_LETTERS = 4  # fewer letters beyond ASCII are no evidence of a script other than Latin
@@ -125,12 +126,11 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def _score(data: bytes, encoding: str) -> float:
-    """Returns how well the non-ASCII bytes of a text fit an encoding, from 0 to 1; 0 if they cannot be decoded."""
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError:
-        return 0.0
+    """Returns how well the non-ASCII bytes of a text fit an encoding, from 0 to 1; 0 if many cannot be decoded."""
+    text = data.decode(encoding, "replace")
     places = [place for place, char in enumerate(text) if not char.isascii()]
+    if text.count(UNDECODED) > MAX_UNDECODED * len(places):
+        return 0.0
     if encoding in _WIDE:
         scores = [_wide_score(text[place], encoding) for place in places]
     else:
@@ -145,6 +145,8 @@ def _score(data: bytes, encoding: str) -> float:
 def _wide_score(char: str, encoding: str) -> float:
     """Returns how likely a character is in an encoding with two bytes for each, from 0 to 1."""
     scripts, frequent = _WIDE[encoding]
+    if char == UNDECODED:
+        return 0.0
     if scripts and unicodedata.name(char, "").startswith(scripts):
         return 1.0
     if char in _EAST_ASIAN_MARKS:

@@ -15,7 +15,7 @@ NOT_CLOSED = "does not close"  # in the problem of a record whose quote is still
 MAX_REREAD = 4 * MAX_LINE  # characters of a file that may be read again, after quotes that do not close
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line of a text file with its line end. `problem` says why it cannot be read."""
 
     number: int
@@ -34,11 +34,11 @@ class Record(NamedTuple):
 class _Feed:
     """Passes lines to a csv.reader, and keeps those of the current record."""
 
-    def __init__(self, path: Path, lines: Iterable[Line]) -> None:
+    def __init__(self, path: Path, lines: Iterable[TextLine]) -> None:
         self._path, self._lines = path, iter(lines)
-        self._again: deque[Line] = deque()
+        self._again: deque[TextLine] = deque()
         self._budget = MAX_REREAD
-        self.used: list[Line] = []
+        self.used: list[TextLine] = []
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -61,7 +61,7 @@ class _Feed:
 
 
 def quoted_records(
-    path: Path, lines: Iterable[Line], separator: str, columns: int = 0, skip_spaces: bool = False
+    path: Path, lines: Iterable[TextLine], separator: str, columns: int = 0, skip_spaces: bool = False
 ) -> Iterator[Record]:
     """Yields the records of a table. Lines that are blank are none.
 
@@ -94,7 +94,7 @@ def quoted_records(
         reader = csv.reader(feed, delimiter=separator, skipinitialspace=skip_spaces, strict=True)
 
 
-def _describe(path: Path, error: str, opened: int, used: list[Line]) -> str:
+def _describe(path: Path, error: str, opened: int, used: list[TextLine]) -> str:
     reason = error
     if "end of data" in error or "field limit" in error:
         reason = f"the quote that opens here {NOT_CLOSED} ({error})"
@@ -103,7 +103,7 @@ def _describe(path: Path, error: str, opened: int, used: list[Line]) -> str:
     return f"{path}, line {opened} is not valid CSV: {reason}; fix or remove the row."
 
 
-def _opening_line(used: list[Line]) -> int:
+def _opening_line(used: list[TextLine]) -> int:
     """Returns the number of the line in which the last quote opens."""
     opened, is_open = used[0].number, False
     for line in used[:-1]:
@@ -113,7 +113,7 @@ def _opening_line(used: list[Line]) -> int:
     return opened
 
 
-def _has_swallowed_records(used: list[Line], fields: int, separator: str, columns: int) -> bool:
+def _has_swallowed_records(used: list[TextLine], fields: int, separator: str, columns: int) -> bool:
     """Returns whether a record has the wrong number of fields, and one of its lines would have the right one."""
     if len(used) == 1 or columns < 2 or fields == columns:
         return False
