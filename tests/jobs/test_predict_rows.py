@@ -81,10 +81,14 @@ def test_a_table_is_answered(tmp_path: Path, capsys: Captured) -> None:
     assert predicted(capsys, tmp_path / "rows.tsv") == predicted(capsys, rows)
 
 
+def warn(message: str) -> None:
+    raise AssertionError(message)
+
+
 def test_each_line_of_a_text_file_is_a_row_with_the_column_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo", encoding="utf-8")
     for column in ("text", "sentence", 5, -1):
-        rows = rows_of(str(tmp_path / "lines.txt"), DataConfig(text_column=column))
+        rows = rows_of(str(tmp_path / "lines.txt"), DataConfig(text_column=column), warn)
         assert [(row, row.where) for row in rows] == [
             ({column: "one"}, f"{tmp_path}/lines.txt, line 1"),
             ({column: "two"}, f"{tmp_path}/lines.txt, line 3"),
@@ -93,9 +97,9 @@ def test_each_line_of_a_text_file_is_a_row_with_the_column_of_the_text(tmp_path:
 
 def test_rows_of_a_table_without_a_header_have_the_columns_of_the_training(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_text("a\tb\nc\td\n", encoding="utf-8")
-    rows = list(rows_of(str(tmp_path / "rows.tsv"), DataConfig(text_column=1)))
+    rows = list(rows_of(str(tmp_path / "rows.tsv"), DataConfig(text_column=1), warn))
     assert rows == [{0: "a", 1: "b"}, {0: "c", 1: "d"}]
-    assert list(rows_of(str(tmp_path / "rows.tsv"), DataConfig())) == [{"a": "c", "b": "d"}]
+    assert list(rows_of(str(tmp_path / "rows.tsv"), DataConfig(), warn)) == [{"a": "c", "b": "d"}]
 
 
 def test_each_question_of_nested_articles_is_answered(tmp_path: Path, capsys: Captured) -> None:
