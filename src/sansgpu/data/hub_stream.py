@@ -26,7 +26,7 @@ from sansgpu.config.wording import counted, first_line, truncate
 from sansgpu.data.rows import row_text
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_failures_as, write_text
 from sansgpu.machine.cache_folder import cache_dir
-from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
 from sansgpu.machine.hub.client import HUB
 
 SHARD_CHARS = 4 << 20
@@ -246,3 +246,36 @@ def _few_retries() -> Iterator[None]:
         yield
     finally:
         datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = before
+
+
+@contextmanager
+def explained(name: str, local: bool) -> Iterator[None]:
+    """Converts exceptions of `datasets` and of the Hub's client to a ConfigError."""
+    import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    if not local and name in _PACKAGED_DATASETS_MODULES:  # it would read all files of the current folder
+        raise ConfigError(
+            f"{name} is a file format of `datasets`; set data.dataset_name to a file, a folder or a dataset."
+        )
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        if "scripts are no longer supported" in reason:  # a stream of a dataset with a script
+            raise ConfigError(
+                f"{name} is a Python script, which is not run, and data.streaming cannot read the Hub's conversion of "
+                "it; set it to false, or choose another repository with the data in .parquet files."
+            ) from None
+        answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
+        if not local and not answered and is_unreachable(error):
+            raise UnreachableError(
+                f'dataset "{name}" was not found: no such file or folder, and {why_unread(reason)}; '
+                "correct the name, or download the dataset and set data.dataset_name to its folder"
+            ) from None
+        raise ConfigError(
+            f"{name} is not a local path, and loading it as a Hugging Face dataset failed ({reason}); correct the "
+            "name, or set data.dataset_name to a file or folder."
+        ) from None

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, UnreachableError
+from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError
 from sansgpu.config.data import DataConfig
 from sansgpu.config.errors import require
 from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.plain_data import unreadable
-from sansgpu.config.wording import first_line
 from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.documents.formats import format_of, readers
 from sansgpu.data.files import (
@@ -39,7 +37,7 @@ from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
-from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
+from sansgpu.machine.hub import reading_hub
 
 __all__ = ["TEST_NAMES", "VALIDATION_NAMES"]  # of formats.names, for those who open sources
 
@@ -310,9 +308,15 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     require(f'dataset "{name}"{here}', "datasets")
     import datasets  # slow to import, and local files do not need it
 
+    from sansgpu.data.hub_stream import explained, load_from_hub  # imports the Hub's client, which is slow
+
     datasets.disable_progress_bars()
-    with _explained(name, local):
-        loaded: Any = datasets.load_from_disk(name) if local else _from_hub(name, data)
+    with explained(name, local):
+        if local:
+            loaded: Any = datasets.load_from_disk(name)
+        else:
+            with reading_hub():
+                loaded = load_from_hub(name, data.dataset_config, data.cache_dir)
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     named = {part: next((splits[n] for n in names if n in splits), None) for part, names in PARTS.items()}
     if named["train"] is None:
@@ -328,39 +332,6 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     return Sources(sources["train"], sources.get("validation"), sources.get("test"))
 
 
-@contextmanager
-def _explained(name: str, local: bool) -> Iterator[None]:
-    """Converts exceptions of `datasets` and of the Hub's client to a ConfigError."""
-    import datasets
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    if not local and name in _PACKAGED_DATASETS_MODULES:  # it would read all files of the current folder
-        raise ConfigError(
-            f"{name} is a file format of `datasets`; set data.dataset_name to a file, a folder or a dataset."
-        )
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = first_line(error)
-        if "scripts are no longer supported" in reason:  # a stream of a dataset with a script
-            raise ConfigError(
-                f"{name} is a Python script, which is not run, and data.streaming cannot read the Hub's conversion of "
-                "it; set it to false, or choose another repository with the data in .parquet files."
-            ) from None
-        answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
-        if not local and not answered and is_unreachable(error):
-            raise UnreachableError(
-                f'dataset "{name}" was not found: no such file or folder, and {why_unread(reason)}; '
-                "correct the name, or download the dataset and set data.dataset_name to its folder"
-            ) from None
-        raise ConfigError(
-            f"{name} is not a local path, and loading it as a Hugging Face dataset failed ({reason}); correct the "
-            "name, or set data.dataset_name to a file or folder."
-        ) from None
-
-
 def _streamed_source(name: str, data: DataConfig) -> Source:
     """Opens the training split of a dataset on the Hub, which is downloaded as far as it is read.
 
@@ -371,9 +342,9 @@ def _streamed_source(name: str, data: DataConfig) -> Source:
             f"data.streaming is for datasets on the Hugging Face Hub, but {name} is here; set it to false."
         )
     require(f'dataset "{name}" on the Hugging Face Hub', "datasets")
-    from sansgpu.data.hub_stream import open_stream  # imports the Hub's client, which is slow
+    from sansgpu.data.hub_stream import explained, open_stream  # imports the Hub's client, which is slow
 
-    with _explained(name, local=False):
+    with explained(name, local=False):
         stream = open_stream(name, data)
 
     def read() -> Iterator[Piece]:
@@ -386,13 +357,6 @@ def _streamed_source(name: str, data: DataConfig) -> Source:
 
     parts = (name, data.dataset_config, stream.revision, data.text_column, PIECE_CHARS)
     return Source(name, hashlib.sha256(repr(parts).encode()).hexdigest(), 0, read, rows)
-
-
-def _from_hub(name: str, data: DataConfig) -> Any:
-    from sansgpu.data.hub_stream import load_from_hub  # imports the Hub's client, which is slow
-
-    with reading_hub():
-        return load_from_hub(name, data.dataset_config, data.cache_dir)
 
 
 def _dataset_source(name: str, dataset: Any, column: str | int | None) -> Source:
