@@ -19,7 +19,7 @@ MIN_WIDE_CHARACTERS = 4
 MIN_SCORE = 0.55  # mean score of a text's letters from which an encoding is recognized
 UNDECODED, MAX_UNDECODED = "\ufffd", 0.1  # share of the characters beyond ASCII that a damaged file may lack
 SCORED_BYTES = 1 << 16
-LATIN_BONUS = 0.15  # added to the score of cp1252, by far the most frequent encoding that is not Unicode
+LATIN_BONUS = 0.1  # added to the score of cp1252, by far the most frequent encoding that is not Unicode
 FEW_LETTERS = 4  # fewer letters beyond ASCII are no evidence of a script other than Latin
 _MARKS = {codecs.BOM_UTF8: UTF8, codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
           codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
@@ -108,7 +108,7 @@ def _code_page(sample: bytes) -> str:
     if len(sample) >= BLOCK:
         lines = lines[:-1] or lines
     valid = sum(map(_is_utf8, lines))
-    if valid == len(lines) or valid * 10 >= len(lines) - valid:  # the others are damaged lines
+    if valid == len(lines) or valid * 2 >= len(lines) - valid:  # the others are damaged lines
         return UTF8
     text = b"\n".join(lines)[:SCORED_BYTES]
     text = text[: text.rfind(b"\n")] if len(text) == SCORED_BYTES and b"\n" in text else text
@@ -131,14 +131,16 @@ def _score(data: bytes, encoding: str) -> float:
     places = [place for place, char in enumerate(text) if not char.isascii()]
     if text.count(UNDECODED) > MAX_UNDECODED * len(places):
         return 0.0
-    if encoding in _WIDE:
-        scores = [_wide_score(text[place], encoding) for place in places]
-    else:
-        scores = [_char_score(text, place, encoding) for place in places]
+    lines: dict[int, list[float]] = {}  # so that a damaged line counts no more than any other
+    for place in places:
+        score = _wide_score(text[place], encoding) if encoding in _WIDE else _char_score(text, place, encoding)
+        lines.setdefault(text.rfind("\n", 0, place), []).append(score)
     letters = [text[place] for place in places if text[place].isalpha()]
+    if not lines:
+        return 0.0
     if len(letters) < FEW_LETTERS and not all(unicodedata.name(letter, "").startswith("LATIN") for letter in letters):
         return 0.0
-    mean = sum(scores) / len(scores)
+    mean = sum(sum(scores) / len(scores) for scores in lines.values()) / len(lines)
     return mean + LATIN_BONUS if encoding == "cp1252" and mean >= MIN_SCORE else mean
 
 
