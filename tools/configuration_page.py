@@ -90,9 +90,9 @@ GROUPS = (
     ),
     Group(
         "Datasets and validation",
-        "files, Hub datasets, the validation part, bad rows",
+        "files, separators, encodings, Hub datasets, the validation part, bad rows",
         "data.dataset_name data.dataset_config data.max_tokens data.max_gb data.streaming data.validation_name "
-        "data.validation_split data.on_bad_row",
+        "data.validation_split data.separator data.encoding data.on_bad_row data.max_bad_rows",
     ),
     Group(
         "Cleaning of the text",
@@ -103,12 +103,18 @@ GROUPS = (
         "Columns and labels",
         "names of columns, labels, classes, scores, tags",
         """data.text_column data.text_pair_column data.label_column data.label_kind data.label_separator data.labels
-        data.class_weights data.score_scale data.pair_labels data.tag_column data.span_offsets""",
+        data.class_weights data.score_scale data.pair_labels data.prompts data.tag_column data.span_offsets""",
     ),
     Group(
         "Tokenizer and chat template",
         "vocabulary size, BPE, an existing tokenizer, chat templates",
-        "data.tokenizer data.vocab_size data.tokenizer_sample_mb data.chat_template data.parse_special_tokens",
+        """data.tokenizer data.vocab_size data.tokenizer_sample_mb data.chat_template data.template_variables
+        data.parse_special_tokens""",
+    ),
+    Group(
+        "Conversations",
+        "system messages, tools, which answers are learned, order of turns",
+        "data.system_column data.tools_column data.learn data.merge_turns",
     ),
     Group("Loss of decoders", "label smoothing, z-loss", "training.label_smoothing training.z_loss"),
     Group(

@@ -227,7 +227,9 @@ def read_requested(request: EvaluationRequest, data: DataConfig, read: Callable[
     assert request.data is not None
     notes: list[str] = []
     settings = DataConfig(dataset_name=request.data, dataset_config=data.dataset_config)
-    part = read(open_single(request.data, settings), notes)
+    source = open_single(request.data, settings)
+    notes += source.notes
+    part = read(source, notes)
     for note in notes:
         request.warn(note)
     require_rows(part, request.data)

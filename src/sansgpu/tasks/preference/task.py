@@ -58,7 +58,7 @@ class Preference(SFT):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_chat_tokenizer(config)
-        notes = list(end_notes(str(config.model.name_or_path), tokenizer))
+        notes = [*sources.notes, *end_notes(str(config.model.name_or_path), tokenizer)]
         train = cls._read(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:

@@ -46,7 +46,7 @@ class QA(Predicts, FineTuningTask):
         """Reads and tokenizes the questions. Raises ConfigError if there are too few, or one is invalid."""
         sources, data = open_sources(config.data), AnswerDataConfig.of(config)
         tokenizer = load_tokenizer_of(config.model)
-        notes: list[str] = []
+        notes = sources.notes
         train_rows, held_rows = RowReport.of(data), RowReport("skip")
         questions = read_questions(sources.train.rows(), train_rows)
         require_examples(sources, [len(questions)], "question", train_rows.notes())

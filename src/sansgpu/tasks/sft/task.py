@@ -73,7 +73,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     def read(cls, config: Config, tokenizer: Any, progress: ReportProgress) -> ChatCorpus:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
-        notes = list(end_notes(str(config.model.name_or_path), tokenizer))
+        notes = [*sources.notes, *end_notes(str(config.model.name_or_path), tokenizer)]
         examples = examples_in(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:

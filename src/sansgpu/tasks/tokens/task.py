@@ -56,7 +56,7 @@ class Tokens(Predicts, FineTuningTask):
         config = config.model_copy(update={"data": data})
         sources = open_sources(data)
         tokenizer = load_tokenizer_of(config.model)
-        notes: list[str] = []
+        notes = sources.notes
         rows = {"training": RowReport.of(data), "validation": RowReport.of(data)}
         given = read_tagged(sources.train.rows(), rows["training"], data, "training texts", notes)
         texts = in_iob2(given, "training texts", notes)
