@@ -27,7 +27,6 @@ PARTNERS = (
 # Columns that say whether, or how much, the two texts belong together; such rows are no pairs of equal meaning.
 RATINGS = ("label", "score", "similarity", "similarity_score", "relevance", "relevance_score", "is_relevant",
            "is_duplicate", "relevant")  # fmt: skip
-LIST_COLUMNS = ("anchor", "positive", "negatives")  # names for the values of a row that is a list
 SET = "set"  # a column with several texts of the same meaning
 
 

@@ -299,9 +299,9 @@ def chat_form(
     return Form(keys, read, example, further, recognizes, unused=unused)
 
 
-def _column_of_turns(value: Any) -> str | None:
-    """Returns the column for a row that is a list of turns."""
-    return "messages" if isinstance(value, list) and value and role_of(value[0]) is not None else None
+def _row_of_turns(values: list[Any]) -> Row | None:
+    """Returns the columns of a row that is a list of turns."""
+    return {"messages": values} if values and role_of(values[0]) is not None else None
 
 
 def turns_form(column: str, read: Callable[[SourceRow, Columns], Any], example: Any, **used: Any) -> Form[Any]:
@@ -329,7 +329,7 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
       for pair in PAIRS if pair != ("instruction", "output")),
     Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),
     *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
-), column_of=_column_of_turns)  # fmt: skip
+), list_row=_row_of_turns)  # fmt: skip
 
 
 def _build_prompt(row: SourceRow, values: Any, column: str, columns: Columns) -> Prompt:
@@ -383,4 +383,4 @@ PROMPTS = Forms("prompt, messages or text", (
                 (*ANSWER_COLUMNS, "history")) for column in INSTRUCTION_COLUMNS),
     *(turns_form(column, _prompt_in(column), {column: [_QUESTION]}, optional=ANSWER_COLUMNS)
       for column in TURN_COLUMNS[1:]),
-), column_of=_column_of_turns)  # fmt: skip
+), list_row=_row_of_turns)  # fmt: skip

@@ -72,13 +72,11 @@ class Forms(Generic[T_co]):
     needed: str  # the columns that rows need, in words for messages
     forms: tuple[Form[T_co], ...]
     text_rows: bool = False  # each line of a plain text file, or each file in a folder of a label, is a row, too
-    # Names the column for a row that is no object but the value of a column, such as a list of turns, or returns None.
-    column_of: Callable[[Any], str | None] | None = None
+    # Returns the columns of a row that is a list, such as one of turns, or None if it has no meaning.
+    list_row: Callable[[list[Any]], Row | None] | None = None
     # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
     # meaning of the columns is unclear.
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
-    # Names of the values of a row that is a list, of which the last has the rest as a list. Empty: lists are invalid.
-    list_columns: tuple[str, ...] = ()
     # Joins rows that are one example together, such as the words of a sentence, and takes apart those without columns.
     regroup: Callable[[Iterable[SourceRow]], Iterator[SourceRow]] | None = None
 
@@ -87,7 +85,7 @@ class Forms(Generic[T_co]):
 
         Raises BadRowError if the row has none of the forms or is invalid.
         """
-        row = self._in_column(row)
+        row = self._with_columns(row)
         given = row.columns(self.needed)
         form = self.form_of(given, columns)
         if form is None:
@@ -100,30 +98,23 @@ class Forms(Generic[T_co]):
 
     def form_of(self, value: Any, columns: Columns = USUAL) -> Form[T_co] | None:
         """Returns the form that reads the value of a row, or None if there is none or the value has no columns."""
-        given = self._in_column(SourceRow("", value)).value
+        given = self._with_columns(SourceRow("", value)).value
         if not isinstance(given, dict):
             return None
         return next((form for form in self.forms if form.fits(given, columns)), None)
 
-    def _in_column(self, row: SourceRow) -> SourceRow:
-        """Returns a row that is the value of a column alone, such as a list of turns, as a row with this column."""
-        column = None if self.column_of is None else self.column_of(row.value)
-        return row if column is None else row._replace(value={column: row.value})
+    def _with_columns(self, row: SourceRow) -> SourceRow:
+        """Returns a row that is a list as one with columns, if that has a meaning."""
+        named = self.list_row(row.value) if self.list_row is not None and isinstance(row.value, list) else None
+        return row if named is None else row._replace(value=named)
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""
         nested = [form for form in self.forms if form.split is not None]
-        for row in map(self._with_names, rows if self.regroup is None else self.regroup(rows)):
+        for row in map(self._with_columns, rows if self.regroup is None else self.regroup(rows)):
             given = row.value if row.problem is None and isinstance(row.value, dict) else {}
             split = next((form.split for form in nested if form.fits(given, USUAL)), None)
             yield from (row,) if split is None else split(row)
-
-    def _with_names(self, row: SourceRow) -> SourceRow:
-        values, count = row.value, len(self.list_columns) - 1
-        if count < 1 or row.problem is not None or not isinstance(values, list) or len(values) < count:
-            return row
-        named = zip(self.list_columns, [*values[:count], values[count:]], strict=True)
-        return row._replace(value=dict(named))
 
     def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:
         """Returns the contents of all rows that are valid, in order."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sansgpu.data.forms.anchors import (
-    LIST_COLUMNS,
     PARTNERS,
     SET,
     anchor_columns,
@@ -227,6 +226,11 @@ def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str
     return columns, None
 
 
+def _row_of_texts(texts: list[Any]) -> Row | None:
+    """Returns the columns of a row that is a list of an anchor, its positive and negatives."""
+    return {"anchor": texts[0], "positive": texts[1], "negatives": texts[2:]} if len(texts) > 1 else None
+
+
 TEXT_GROUPS = Forms("texts", (
     Form(("anchor", "positive"), _anchored,
          {"anchor": "What is a fox?", "positive": "A fox is an animal.", "negative": "The sky is blue."},
@@ -243,4 +247,4 @@ TEXT_GROUPS = Forms("texts", (
          ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"), _has_two_texts,
          unused=_unused_of_scored),
     Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, recognizes=any_row),
-), text_rows=True, resolve=require_names, list_columns=LIST_COLUMNS)  # fmt: skip
+), text_rows=True, resolve=require_names, list_row=_row_of_texts)  # fmt: skip
