@@ -12,6 +12,7 @@ from sansgpu.data.forms.chats import Conversation
 from sansgpu.data.forms.form import Forms
 from sansgpu.data.forms.graphs import EntityText, Fact, GraphDocument, Triple
 from sansgpu.data.forms.labels import LabeledText
+from sansgpu.data.forms.offsets import Offsets, SpannedText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.preferences import PreferenceRow
 from sansgpu.data.forms.questions import Question
@@ -20,7 +21,7 @@ from sansgpu.data.preview.example import tagged_spans
 from sansgpu.data.rows import BadRowError, SourceRow
 
 # Fields that say where a row was, or what was corrected in it, which is not corrected again.
-_NOT_CONTENT = ("where", "moved_spans")
+_NOT_CONTENT = ("where", "moved_spans", "dropped_spans", "given_words")
 
 
 def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> Any:
@@ -39,7 +40,13 @@ def canonical_row(forms: Forms[Any], row: SourceRow, typed: Any) -> Any:
 
 def same_content(one: Any, other: Any) -> bool:
     """Returns whether two typed rows are equal, wherever they come from."""
+    one, other = _tagged_words(one), _tagged_words(other)
     return type(one) is type(other) and bool(_content(one) == _content(other))
+
+
+def _tagged_words(typed: Any) -> Any:
+    """Returns the words of a text with spans, whose offsets count characters in the canonical form."""
+    return typed.tagged(Offsets()) if isinstance(typed, SpannedText) else typed
 
 
 def _content(value: Any) -> Any:

@@ -27,7 +27,8 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
-from sansgpu.tasks.classify.labels import Labels, find_labels, tokenize_texts, with_labels_of_model
+from sansgpu.tasks.classify.known_labels import with_labels_of_model
+from sansgpu.tasks.classify.labels import Labels, find_labels, tokenize_texts
 from sansgpu.tasks.classify.objective import LABEL_KINDS, ClassifyObjective
 from sansgpu.tasks.classify.settings import SETTINGS, LabelDataConfig, WeightedDataConfig
 from sansgpu.tasks.evaluation import require_rows
