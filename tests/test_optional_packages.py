@@ -15,7 +15,13 @@ from tests.project import PROJECT
 
 # Extras that no command needs, or that only combine other extras.
 NO_JOB = {"all", "bench", "browser", "dev", "docs", "llama", "release"}
-IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it", "mlflow-skinny": "mlflow", "lm-eval": "lm_eval"}
+IMPORTED_AS = {
+    "python-calamine": "python_calamine",
+    "pyyaml": "yaml",
+    "markdown-it-py": "markdown_it",
+    "mlflow-skinny": "mlflow",
+    "lm-eval": "lm_eval",
+}
 # Runs commands in one process and prints their exit codes and the modules that were imported in the end. An entry of
 # None in sys.modules makes Python treat a package as not installed.
 PROGRAM = """
