@@ -198,14 +198,14 @@ def test_the_split_may_be_the_name_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path) -> None:
-    for name in ("Train.CSV", "test.csv", "notes.docx", "more.docx", "a.png"):
+    for name in ("Train.CSV", "test.csv", "notes.doc", "more.doc", "a.png"):
         written(tmp_path / name)
     written(tmp_path / "extra.ndjson", JSONL)
     sources = opened(tmp_path)
     assert sources.test is not None
     assert ([*sources.train.files], [*sources.test.files]) == (["Train.CSV", "extra.ndjson"], ["test.csv"])
     (note,) = file_notes(DataConfig(dataset_name=str(tmp_path)), "labeled texts")
-    assert note.startswith(f"{tmp_path}: 3 files left out (.docx: 2, .png: 1), e.g. a.png; save the data as one of")
+    assert note.startswith(f"{tmp_path}: 3 files left out (.doc: 2, .png: 1), e.g. a.png; save the data as one of")
 
 
 def test_a_file_with_a_suffix_of_its_own_needs_no_notes(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class Columns:
             data.text_pair_column,
             None if isinstance(label, list) else label,
             tag,
+            data.system_column,
+            data.tools_column,
             labels=tuple(label) if isinstance(label, list) else (),
             separator=data.separator,
             encoding=data.encoding,
@@ -94,7 +96,7 @@ class Columns:
     @property
     def has_header(self) -> bool:
         """True if .csv and .tsv files start with a header, because no column is a number."""
-        return not any(isinstance(column, int) for column in (*self.named, self.tag))
+        return not any(isinstance(column, int) for column in (*self.named, self.tag, self.system, self.tools))
 
 
 def is_table(path: Path) -> bool:

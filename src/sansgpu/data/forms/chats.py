@@ -118,8 +118,7 @@ class ConversationOptions:
 
     @classmethod
     def of(cls, data: DataConfig, learn: str = "all") -> ConversationOptions:
-        columns = Columns(system=data.system_column, tools=data.tools_column)
-        return cls(columns, data.merge_turns, data.parse_special_tokens, learn == "last")
+        return cls(Columns.of(data), data.merge_turns, data.parse_special_tokens, learn == "last")
 
     def applied_to_prompt(self, prompt: Prompt) -> Prompt:
         merged = tuple(turn for turn, _ in merged_turns(prompt.turns))

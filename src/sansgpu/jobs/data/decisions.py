@@ -52,17 +52,16 @@ def _unchanged(typed: Any) -> Any:
 def _of_conversations(config: Config) -> tuple[Columns, Learned]:
     learn = ConversationDataConfig.of(config).learn if config.task == "sft" else "all"
     options = ConversationOptions.of(config.data, learn)
-    columns = replace(Columns.of(config.data), system=options.columns.system, tools=options.columns.tools)
     match config.settings.rows:
         case "prompts":
-            return columns, options.applied_to_prompt
+            return options.columns, options.applied_to_prompt
         case "preferences":
 
             def preference(row: PreferenceRow) -> PreferenceRow:
                 return replace(row, conversations=tuple(map(options.applied, row.conversations)))
 
-            return columns, preference
-    return columns, options.applied
+            return options.columns, preference
+    return options.columns, options.applied
 
 
 def _tagged(data: TaggedDataConfig, source: Source, notes: list[str]) -> Learned:
