@@ -13,7 +13,7 @@ import pytest
 from tools.tiny_model import CHAT_TEMPLATE
 
 from sansgpu.jobs.generate import open_generator
-from sansgpu.jobs.serve.generation import GenerationWork, GenerationWorker
+from sansgpu.jobs.serve.generation import ChatPrompt, GenerationWork, GenerationWorker
 from sansgpu.jobs.serve.worker import Finished, TextPiece
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest, open_model
@@ -80,7 +80,7 @@ def served_answer(target: Path) -> tuple[str, str]:
     worker = GenerationWorker(loaded.task_class.batch_model(loaded), 1, 96, 20, pytest.fail)  # type: ignore[attr-defined]
     events: Queue[Any] = Queue()
     question = [{"role": "user", "content": QUESTION}]
-    worker.submit(GenerationWork(events.put, [question], 1, 30, None, Sampling(temperature=0), 0, ()))
+    worker.submit(GenerationWork(events.put, [ChatPrompt(question, [], {})], 1, 30, None, Sampling(temperature=0), 0, ()))
     worker.start()
     text = ""
     while not isinstance(event := events.get(timeout=60), Finished):

@@ -153,7 +153,7 @@ def test_the_index_finds_what_comparing_all_vectors_finds(tmp_path: Path) -> Non
 
 def test_files_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path, folder: Path) -> None:
     (folder / "binary.txt").write_bytes(b"a\0b")
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "latin.txt").write_bytes(b"\xff\xfe\x00")
     (folder / "broken.jsonl").write_text("{", encoding="utf-8")
     (folder / "empty.txt").write_text("", encoding="utf-8")
     (folder / "many.csv").write_text("a,b\n1,2\n", encoding="utf-8")

@@ -175,6 +175,7 @@ def open_stream(name: str, data: DataConfig) -> HubStream:
 
 CONVERTED = "refs/convert/parquet"  # the branch in which the Hub stores many datasets with a script as Parquet files
 _NO_SCRIPTS = "scripts are no longer supported"  # in the message of `datasets` about a dataset with a script
+_NOT_CACHED = "Couldn't find cache for"
 
 
 def load_from_hub(name: str, subset: str | None, cache: str | None) -> Any:
@@ -186,8 +187,10 @@ def load_from_hub(name: str, subset: str | None, cache: str | None) -> Any:
 
     try:
         return datasets.load_dataset(name, subset, cache_dir=cache)
-    except RuntimeError as error:
-        if _NO_SCRIPTS not in str(error):
+    except (RuntimeError, ValueError) as error:
+        # Once the conversion of a script is in its cache, `datasets` only says that it finds nothing else there.
+        is_cached = _NOT_CACHED in str(error) and bool(_converted_entries(name, ""))
+        if _NO_SCRIPTS not in str(error) and not is_cached:
             raise
     files = _converted_files(name, subset)
     HUB.report(f"{name} is a Python script, which is not run, so the Hub's conversion of it is read ({CONVERTED}).")
