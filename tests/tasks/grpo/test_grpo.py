@@ -244,7 +244,7 @@ def test_a_module_that_fails_at_import_is_named(
     [
         ({"prompt": "a"}, "line 1 has no answer, which training.grpo.reward answer compares"),
         ({"prompt": "a", "answer": [1]}, "has the answer [1] instead of a text or a number"),
-        ({"prompt": "a", "answer": " "}, 'has the answer " " instead of a text or a number'),
+        ({"prompt": "a", "answer": " "}, "line 1 has no answer"),
         ({"answer": "a"}, "has answer, but needs prompt, messages or text"),
         ({"prompt": " ", "answer": "a"}, "has an empty prompt"),
         (

@@ -69,11 +69,11 @@ def test_a_tool_cannot_forge_a_turn() -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_what_the_template_leaves_out_is_counted(template: str) -> None:
     named = {**GIVEN, "reasoning_content": "hm", "name": "me"}
-    text, (note,) = shown({"messages": [ASKED, named], "tools": [TOOL]}, template)
+    text, (omitted, thoughts) = shown({"messages": [ASKED, named], "tools": [TOOL]}, template)
     assert "hm" not in text
-    tools = "" if template == "tooled" else "tools in 1 row, "
-    first = "reasoning_content of a turn in 1" + (" row" if template == "tooled" else "")
-    assert f"not used by the chat template: {tools}{first}, name of a turn in 1; to train on it" in note
+    found = "name of a turn in 1 row" if template == "tooled" else "tools in 1 row, name of a turn in 1"
+    assert f"not used by the chat template: {found}; to train on it" in omitted
+    assert "the chat template leaves out the thoughts of 1 turn in 1 row" in thoughts
     assert shown({"messages": [ASKED, GIVEN], "tools": [], "system": None}, template)[1] == []
 
 
