@@ -36,7 +36,7 @@ def train(*more: str, corpus: str = "corpus.jsonl", **changes: object) -> int:
         ({"model__d_model": 33}, "not divisible"),
         ({"corpus": "missing.txt"}, "does not exist"),
         ({"corpus": "empty.txt"}, "contains no text"),
-        ({"corpus": "binary.txt"}, "not UTF-8"),
+        ({"corpus": "binary.txt"}, "is not text (it contains a NUL byte)"),
         ({"corpus": "short.txt"}, "less than one window"),
         (
             {"model__vocab_size": 50},

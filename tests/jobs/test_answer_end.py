@@ -80,9 +80,7 @@ def served_answer(target: Path) -> tuple[str, str]:
     worker = GenerationWorker(loaded.task_class.batch_model(loaded), 1, 96, 20, pytest.fail)  # type: ignore[attr-defined]
     events: Queue[Any] = Queue()
     question = ChatPrompt([{"role": "user", "content": QUESTION}], [], {})
-    worker.submit(
-        GenerationWork(events.put, [question], 1, 30, None, Sampling(temperature=0), 0, ())
-    )
+    worker.submit(GenerationWork(events.put, [question], 1, 30, None, Sampling(temperature=0), 0, ()))
     worker.start()
     text = ""
     while not isinstance(event := events.get(timeout=60), Finished):

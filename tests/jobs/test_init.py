@@ -112,6 +112,7 @@ def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
     assert load_config(Path("b.yaml"))[0].model.d_model < widths[1]
 
 
+@pytest.mark.long
 def test_short_texts_get_smaller_steps_and_more_weight_decay(tmp_path: Path) -> None:
     found = []
     for size in (200_000, 20_000_000):

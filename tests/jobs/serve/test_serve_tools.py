@@ -68,7 +68,10 @@ def taught(folder: Path, template: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(
+    scope="module",
+    params=["hermes", *(pytest.param(form, marks=pytest.mark.long) for form in FORMS if form != "hermes")],
+)
 def server(request: pytest.FixtureRequest, home: Path) -> Iterator[Server]:
     folder = taught(home / request.param, FORMS[request.param])
     with served(folder, home / "cache", "--max-batch", "2", "--precision", "fp32") as server:
