@@ -376,3 +376,27 @@ def test_a_text_that_looks_like_json_stays_a_text() -> None:
         {"role": "user", "content": '"a"'},
         {"role": "assistant", "content": "[1]"},
     )
+
+
+def test_several_answers_to_one_prompt_are_refused() -> None:
+    for forms, row, problem in (
+        (CONVERSATIONS, {"prompt": "a?", "completion": ["b", "c"]}, "completion holds 2 answers; write one row for"),
+        (CONVERSATIONS, {"question": "a?", "answer": ["b", "c", "d"]}, "answer holds 3 answers"),
+        (CONVERSATIONS, {"instruction": "a?", "output": ["b", "c"]}, "output holds 2 answers"),
+        (CONVERSATIONS, {"prompt": ["a?", "b", "c?"], "completion": "d"}, "prompt holds 3 prompts"),
+        (PREFERENCES, {"prompt": "a?", "chosen": "b", "rejected": ["c", "d"]}, "rejected holds 2 answers"),
+        (PREFERENCES, {"prompt": ["a?", "b?"], "chosen": "c", "rejected": "d"}, "prompt holds 2 prompts"),
+        (PREFERENCES, {"prompt": ["a?", "b?"], "completion": "c", "label": True}, "prompt holds 2 prompts"),
+        (PROMPTS, {"prompt": ["a?", "b?"]}, "prompt holds 2 prompts"),
+    ):
+        with pytest.raises(BadRowError, match=f"^{WHERE}: {problem}"):
+            forms.read(SourceRow(WHERE, row))
+
+
+def test_a_list_with_one_text_is_that_text() -> None:
+    for row in ({"prompt": ["a?"], "completion": ["b"]}, {"instruction": "a?", "output": ["b"]}):
+        found = read(row)
+        assert (found.turns, found.plain is not None) == (TURNS, True)
+    pair = PREFERENCES.read(SourceRow(WHERE, {"prompt": "a?", "chosen": ["b"], "rejected": ["c"]}))
+    assert [one.turns[-1]["content"] for one in pair.conversations] == ["b", "c"]
+    assert PROMPTS.read(SourceRow(WHERE, {"prompt": ["a?"]})).text == "a?"

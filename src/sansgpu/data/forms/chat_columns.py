@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sansgpu.config.wording import shown
+from sansgpu.config.wording import counted, shown
 from sansgpu.data.forms.form import USUAL, is_empty
 from sansgpu.data.forms.turns import Message, decoded, read_turns, without_nulls
 from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
@@ -35,6 +35,15 @@ def require_nonempty(where: str, text: Any, column: str) -> None:
     """Raises BadRowError if `text` is a string without content."""
     if isinstance(text, str) and not text.strip():
         raise bad_row(where, f"has an empty {column}")
+
+
+def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
+    """Returns the text in a list of one; other values unchanged. Raises BadRowError if a list has several texts."""
+    if not isinstance(value, list) or not value or not all(isinstance(decoded(text), str) for text in value):
+        return value
+    if len(value) > 1:
+        raise row.error(f"{column} holds {counted(len(value), noun)}; write one row for each")
+    return value[0]
 
 
 def first_column(row: Row, names: Sequence[Column]) -> Column | None:

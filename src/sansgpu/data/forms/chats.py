@@ -22,6 +22,7 @@ from sansgpu.data.forms.chat_columns import (
     first_column,
     history_turns,
     nonempty_in,
+    only_text,
     read_tools,
     require_nonempty,
     string_in,
@@ -193,8 +194,8 @@ def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, col
 
     Only the answer is learned. Turns in the column `history` precede the prompt.
     """
+    prompt, answer = turns_in_text(prompt), only_text(row, turns_in_text(answer), column, "answer")
     require_nonempty(row.where, answer, column)
-    prompt, answer = turns_in_text(prompt), turns_in_text(answer)
     asked, history = _as_turns(prompt, "user"), history_turns(row)
     plain = None
     if isinstance(prompt, str) and isinstance(answer, str) and not history:
@@ -245,7 +246,8 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
     def read(row: SourceRow, columns: Columns) -> Conversation:
         if asked in INSTRUCTION_COLUMNS:
             return _with_learned_history(row, instruction_and_answer(row, asked, answer, columns))
-        found = prompt_and_answer(row, row.value[asked], _answer(row, answer), answer, columns)
+        prompt = only_text(row, row.value[asked], asked, "prompt")
+        found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
         return _with_learned_history(row, found)
 
     return read
@@ -350,7 +352,7 @@ def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
 
 def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
-    prompt = turns_in_text(row.value["prompt"])
+    prompt = only_text(row, turns_in_text(row.value["prompt"]), "prompt", "prompt")
     require_nonempty(row.where, prompt, "prompt")
     found = _build_prompt(row, _as_turns(prompt, "user"), "prompt", columns)
     is_text = isinstance(prompt, str) and is_empty(row.value.get("history"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sansgpu.data.forms.answer_scores import remark_on_scores
-from sansgpu.data.forms.chat_columns import all_turns, require_nonempty
+from sansgpu.data.forms.chat_columns import all_turns, only_text, require_nonempty
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
     Conversation,
@@ -65,7 +65,13 @@ def _two_answers(row: SourceRow) -> tuple[Any, Any]:
 
 
 def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
-    return lambda row, columns: _pair(row, columns, turns_in_text(row.value[column]), _two_answers(row))
+    def read(row: SourceRow, columns: Columns) -> PreferenceRow:
+        prompt = turns_in_text(row.value[column])
+        if column == "prompt":
+            prompt = only_text(row, prompt, column, "prompt")
+        return _pair(row, columns, prompt, _two_answers(row))
+
+    return read
 
 
 def _pair_with_instruction_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
@@ -177,7 +183,8 @@ def _rated_answer_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], 
         if asked in INSTRUCTION_COLUMNS:
             found = instruction_and_answer(row, asked, answer, columns)
         else:
-            found = _prompt_and_answer(row, row.value[asked], row.value[answer], answer, columns)
+            prompt = only_text(row, row.value[asked], asked, "prompt")
+            found = _prompt_and_answer(row, prompt, row.value[answer], answer, columns)
         return PreferenceRow(row.where, (found,), _rating(row))
 
     return read
