@@ -400,3 +400,29 @@ def test_a_list_with_one_text_is_that_text() -> None:
     pair = PREFERENCES.read(SourceRow(WHERE, {"prompt": "a?", "chosen": ["b"], "rejected": ["c"]}))
     assert [one.turns[-1]["content"] for one in pair.conversations] == ["b", "c"]
     assert PROMPTS.read(SourceRow(WHERE, {"prompt": ["a?"]})).text == "a?"
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("missing", [NAN, INFINITY])
+def test_nan_is_a_missing_value(missing: float) -> None:
+    for row in (
+        {"instruction": "a?", "input": missing, "output": "b", "system": missing, "history": missing},
+        {"prompt": missing, "completion": missing, "messages": [*TURNS], "images": missing, "tools": missing},
+        {"instruction": missing, "input": "a?", "output": "b"},
+    ):
+        report = RowReport("fail")
+        assert CONVERSATIONS.read(SourceRow(WHERE, row), report=report).turns == TURNS
+        assert not report.unused
+    for key, row in (
+        ("output", {"instruction": "a?"}),
+        ("answer", {"question": "a?"}),
+        ("completion", {"prompt": "a?"}),
+    ):
+        with pytest.raises(BadRowError, match=f"it has {next(iter(row))}, but needs"):
+            read({**row, key: missing})
+    with pytest.raises(BadRowError, match="it has prompt, chosen, but needs"):
+        PREFERENCES.read(SourceRow(WHERE, {"prompt": "a?", "chosen": "b", "rejected": missing}))
+    rated = {"prompt": "a?", "completion": "b", "label": missing, "kto_tag": True}
+    assert PREFERENCES.read(SourceRow(WHERE, rated)).label is True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sansgpu.config.wording import counted, shown
-from sansgpu.data.forms.form import USUAL, is_empty
+from sansgpu.data.forms.form import USUAL, is_empty, is_missing
 from sansgpu.data.forms.turns import Message, decoded, read_turns, without_nulls
 from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
 from sansgpu.data.tables import Columns
@@ -46,6 +46,11 @@ def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
     return value[0]
 
 
+def has_values(keys: Sequence[str]) -> Callable[[Row, Columns], bool]:
+    """Returns a function that recognizes rows with values for all keys."""
+    return lambda row, _: not any(is_missing(row.get(key)) for key in keys)
+
+
 def first_column(row: Row, names: Sequence[Column]) -> Column | None:
     return next((name for name in names if not is_empty(row.get(name))), None)
 
@@ -63,7 +68,7 @@ def _column_value(row: SourceRow, column: Column | None, key: str) -> Any:
 def system_message(row: SourceRow, columns: Columns) -> Any:
     """Returns the system message of a row, or None. Raises BadRowError if a configured column is missing."""
     found = _column_value(row, chat_columns(row.value, columns)[0], "data.system_column")
-    return found or None
+    return None if is_missing(found) or not found else found
 
 
 def read_tools(row: SourceRow, columns: Columns) -> Tools:

@@ -20,6 +20,7 @@ from sansgpu.data.forms.chat_columns import (
     chat_columns,
     context_of,
     first_column,
+    has_values,
     history_turns,
     nonempty_in,
     only_text,
@@ -298,7 +299,7 @@ def chat_form(
         yield from dict.fromkeys(name for key in (*keys, *optional) for name in unused_of_parts(row.get(key)))
 
     further = (*optional, *(CONTEXT_COLUMNS if has_context else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
-    return Form(keys, read, example, further, recognizes, unused=unused)
+    return Form(keys, read, example, further, recognizes or has_values(keys), unused=unused)
 
 
 def _row_of_turns(values: list[Any]) -> Row | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sansgpu.data.forms.answer_scores import remark_on_scores
-from sansgpu.data.forms.chat_columns import all_turns, only_text, require_nonempty
+from sansgpu.data.forms.chat_columns import all_turns, has_values, only_text, require_nonempty
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
     Conversation,
@@ -17,7 +17,7 @@ from sansgpu.data.forms.chats import (
     instruction_and_answer,
     prompt_and_answer,
 )
-from sansgpu.data.forms.form import Form, Forms, is_empty
+from sansgpu.data.forms.form import Form, Forms, is_empty, is_missing
 from sansgpu.data.forms.turns import decoded, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
@@ -129,7 +129,7 @@ def _unused_of_completions(completions: Sequence[Row]) -> Iterator[str]:
 
 def _has_prompt(row: Row, columns: Columns) -> bool:
     """Returns whether a row has a prompt, and the chosen turns do not include it, as in ultrafeedback_binarized."""
-    if any(row.get(key) is None for key in ("prompt", "chosen", "rejected")):
+    if not has_values(("prompt", "chosen", "rejected"))(row, columns):
         return False
     chosen = turns_in_text(row["chosen"])
     return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))
@@ -160,7 +160,7 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
 
 
 def _rating(row: SourceRow) -> bool:
-    value = next(row.value[column] for column in RATING_COLUMNS if row.value.get(column) is not None)
+    value = next(row.value[column] for column in RATING_COLUMNS if not is_missing(row.value.get(column)))
     key = value.strip().lower() if isinstance(value, str) else value
     label = RATINGS.get(key) if isinstance(key, (str, bool, int, float)) else None
     if label is None:
