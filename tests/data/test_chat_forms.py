@@ -12,6 +12,7 @@ from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.data.tables import Columns
+from sansgpu.jobs.data import guess_tasks
 from tests.processes import write_rows
 
 WHERE = "talk.jsonl, line 3"
@@ -357,7 +358,7 @@ def test_what_a_form_does_not_read_is_named() -> None:
             {"messages": [*TURNS], "system": "a", "system_prompt": "b", "history": [[]]},
             {"system_prompt", "history"},
         ),
-        ({"prompt": "a?", "completion": "b", "input": "c", "text": "d", "image": "e"}, {"input", "text", "image"}),
+        ({"prompt": "a?", "completion": "b", "input": "c", "text": "d", "topic": "e"}, {"input", "text", "topic"}),
         (
             {"messages": [{**ASKED, "content": [{"type": "text", "text": "a?", "cache_control": 1}]}, GIVEN]},
             {"cache_control of a part"},
@@ -426,3 +427,56 @@ def test_nan_is_a_missing_value(missing: float) -> None:
         PREFERENCES.read(SourceRow(WHERE, {"prompt": "a?", "chosen": "b", "rejected": missing}))
     rated = {"prompt": "a?", "completion": "b", "label": missing, "kto_tag": True}
     assert PREFERENCES.read(SourceRow(WHERE, rated)).label is True
+
+
+@pytest.mark.parametrize("empty", [[], "", None])
+def test_empty_turns_beside_other_columns_are_missing(empty: Any) -> None:
+    for row in ({"conversations": [*TURNS]}, {"prompt": "a?", "completion": "b"}, {"data": [["a?", "b"]]}):
+        assert read({"messages": empty, **row}).turns == TURNS
+    assert read({"messages": empty, "conversations": empty, "text": "a"}).text == "a"
+    assert PROMPTS.read(SourceRow(WHERE, {"messages": empty, "text": "a"})).text == "a"
+    rated = {"messages": empty, "conversations": [*TURNS], "label": True}
+    assert PREFERENCES.read(SourceRow(WHERE, rated)).conversations[0].turns == TURNS
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_an_empty_question_is_a_bad_row(empty: str) -> None:
+    for row, column in (
+        ({"prompt": empty, "completion": "b"}, "prompt"),
+        ({"prompt": [], "completion": "b"}, "prompt"),
+        ({"input": empty, "output": "b"}, "input"),
+        ({"instruction": empty, "input": empty, "output": "b"}, "instruction"),
+        ({"question": empty, "context": None, "answer": "b"}, "question"),
+        ({"prompt": [empty], "response": "b", "history": [["a?", "b"]]}, "prompt"),
+    ):
+        with pytest.raises(BadRowError, match=f"has an empty {column}; fix"):
+            read(row)
+
+
+@pytest.mark.parametrize("asked", ["problem", "question"])
+def test_the_solution_is_learned_instead_of_its_last_number(asked: str) -> None:
+    report = RowReport("fail")
+    row = {"answer": "4", asked: "2 + 2?", "solution": "Adding gives 4."}
+    assert CONVERSATIONS.read(SourceRow(WHERE, row), report=report).turns[1]["content"] == "Adding gives 4."
+    assert report.unused == {"answer": 1}
+
+
+@pytest.mark.parametrize("column", ["image", "image_url", "img", "images", "video"])
+def test_a_column_of_images_is_refused(column: str) -> None:
+    for forms, row in (
+        (CONVERSATIONS, {"messages": [*TURNS]}),
+        (CONVERSATIONS, {"prompt": "a?", "completion": "b"}),
+        (PREFERENCES, {"prompt": "a?", "chosen": "b", "rejected": "c"}),
+    ):
+        for value in ("a.png", {"bytes": "x"}, ["a.png"]):
+            with pytest.raises(BadRowError, match=f"has {column}, but only text is read"):
+                forms.read(SourceRow(WHERE, {**row, column: value}))
+        assert forms.read(SourceRow(WHERE, {**row, column: None}))
+    with pytest.raises(BadRowError, match=f"has {column} in turn 1"):
+        read({"messages": [{**ASKED, column: "a.png"}, GIVEN]})
+
+
+def test_the_task_of_rows_that_are_lists_of_turns_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{json.dumps(TURNS)}\n" * 3)
+    assert guess_tasks(str(file))[0].task == "sft"

@@ -13,7 +13,8 @@ from sansgpu.data.tables import Columns
 
 SYSTEM_COLUMNS = "system", "system_prompt", "system_message"  # to try if data.system_column is not set
 TOOLS_COLUMNS = "tools", "functions"  # to try if data.tools_column is not set
-MEDIA_COLUMNS = "images", "videos", "audios"
+MEDIA_COLUMNS = "images", "videos", "audios", "image", "image_url", "img", "video", "audio"
+LISTS_OF_TURNS = "messages", "conversations"  # columns that have nothing else
 CONTEXT_COLUMNS = "input", "context"  # further text of an instruction
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 
@@ -32,8 +33,8 @@ def nonempty_in(row: SourceRow, column: str) -> str:
 
 
 def require_nonempty(where: str, text: Any, column: str) -> None:
-    """Raises BadRowError if `text` is a string without content."""
-    if isinstance(text, str) and not text.strip():
+    """Raises BadRowError if `text` is a string without content, or an empty list."""
+    if not (text.strip() if isinstance(text, str) else text != []):
         raise bad_row(where, f"has an empty {column}")
 
 
@@ -47,8 +48,13 @@ def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
 
 
 def has_values(keys: Sequence[str]) -> Callable[[Row, Columns], bool]:
-    """Returns a function that recognizes rows with values for all keys."""
-    return lambda row, _: not any(is_missing(row.get(key)) for key in keys)
+    """Returns a function that recognizes rows with values for all keys. Empty turns beside other values are none."""
+
+    def recognizes(row: Row, columns: Columns) -> bool:
+        lacks_turns = is_missing if all(map(is_empty, row.values())) else is_empty
+        return not any((lacks_turns if key in LISTS_OF_TURNS else is_missing)(row.get(key)) for key in keys)
+
+    return recognizes
 
 
 def first_column(row: Row, names: Sequence[Column]) -> Column | None:

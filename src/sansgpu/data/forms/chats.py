@@ -51,8 +51,8 @@ INSTRUCTION_COLUMNS = "instruction", "question", "query", "problem"
 # Columns with a question and its answer, besides prompt and completion, and instruction and output.
 PAIRS = (
     *(("prompt", answer) for answer in ("response", "output", "answer")),
+    *((asked, "solution") for asked in ("problem", "question")),  # before `answer`, which may be its last number only
     *((asked, answer) for asked in INSTRUCTION_COLUMNS for answer in ("output", "response", "answer", "completion")),
-    *((asked, "solution") for asked in ("problem", "question")),
     ("input", "output"),
     ("inputs", "targets"),
 )
@@ -215,6 +215,7 @@ def instruction_and_answer(row: SourceRow, asked: str, answer: str, columns: Col
     if context.strip():
         prompt = f"{instruction}\n\n{context}" if instruction.strip() else context
         template = INSTRUCTION_WITH_INPUT
+    require_nonempty(row.where, prompt, asked)
     found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
     if found.plain is None:
         return found
@@ -248,6 +249,7 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
         if asked in INSTRUCTION_COLUMNS:
             return _with_learned_history(row, instruction_and_answer(row, asked, answer, columns))
         prompt = only_text(row, row.value[asked], asked, "prompt")
+        require_nonempty(row.where, prompt, asked)
         found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
         return _with_learned_history(row, found)
 

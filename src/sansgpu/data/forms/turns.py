@@ -43,7 +43,7 @@ TURN_KEYS: dict[str, Role] = {
 ROLE_KEYS = "role", "from", "speaker", "author", "sender"
 CONTENT_KEYS = "content", "value", "text", "message", "parts"
 TEXT_PARTS = None, "text", "input_text", "output_text"  # types of parts of a content that are texts
-MEDIA_KEYS = "image", "images", "video", "videos", "audio", "audios"
+MEDIA_KEYS = "image", "images", "image_url", "img", "video", "videos", "audio", "audios"
 MEDIA_MARK = re.compile(r"\A\s*<(image|video|audio)>|<(image|video|audio)>\s*\Z")
 # Flags of an answer -> the value with which it is learned. After reading, an answer that is not has the weight 0.
 FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "mask": False}
