@@ -480,3 +480,28 @@ def test_the_task_of_rows_that_are_lists_of_turns_is_found(tmp_path: Path) -> No
     file = tmp_path / "a.jsonl"
     file.write_text(f"{json.dumps(TURNS)}\n" * 3)
     assert guess_tasks(str(file))[0].task == "sft"
+
+
+@pytest.mark.parametrize("prompt", ["p", [{"role": "user", "content": "p"}], [SYSTEM, ASKED], ["p"]])
+def test_a_prompt_that_the_turns_lack_is_refused(prompt: Any) -> None:
+    answers = {"chosen": [*TURNS], "rejected": [ASKED, {"role": "assistant", "content": "c"}]}
+    with pytest.raises(BadRowError, match="has a prompt that is not in the turns of chosen"):
+        PREFERENCES.read(SourceRow(WHERE, {"prompt": prompt, **answers}))
+
+
+@pytest.mark.parametrize("prompt", [" a?", [ASKED], ASKED, str([ASKED]), "Human: a? Assistant:", "", None, []])
+def test_a_prompt_that_the_turns_have_is_fine(prompt: Any) -> None:
+    answers = {"chosen": [*TURNS], "rejected": [ASKED, {"role": "assistant", "content": "c"}]}
+    found = PREFERENCES.read(SourceRow(WHERE, {"prompt": prompt, **answers})).conversations
+    assert [one.turns[-1]["content"] for one in found] == ["b", "c"]
+
+
+@pytest.mark.parametrize("word", ["None", "NA", "N/A", "n/a", "null", "NaN"])
+def test_words_for_no_value_in_tables_are_not_learned(word: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    lines = "instruction,input,output", f"a?,{word},b", "a?,x,c", f"d?,,{word}", f"e?,y,{word}", "g?,z,b", "i?,w,c"
+    file.write_text("\n".join(lines))
+    first, _, missing, *_ = read_rows(file, configured=Columns().format)
+    assert CONVERSATIONS.read(first).turns == TURNS
+    with pytest.raises(BadRowError, match="it has instruction, input, but needs"):
+        CONVERSATIONS.read(missing)

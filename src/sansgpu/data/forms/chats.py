@@ -33,6 +33,7 @@ from sansgpu.data.forms.turns import (
     ANSWERED_ROLES,
     SYSTEM_ROLES,
     Message,
+    as_turns,
     chatml_turns,
     looks_like_turns,
     merged_turns,
@@ -197,14 +198,14 @@ def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, col
     """
     prompt, answer = turns_in_text(prompt), only_text(row, turns_in_text(answer), column, "answer")
     require_nonempty(row.where, answer, column)
-    asked, history = _as_turns(prompt, "user"), history_turns(row)
+    asked, history = as_turns(prompt, "user"), history_turns(row)
     plain = None
     if isinstance(prompt, str) and isinstance(answer, str) and not history:
         plain = after_system(row, prompt, columns), answer
     if history:
         asked = [*history, *read_turns(row.where, asked, "prompt", len(history))]
     before = all_turns(row, asked, "prompt", columns)
-    after = read_turns(row.where, _as_turns(answer, "assistant"), column, len(before))
+    after = read_turns(row.where, as_turns(answer, "assistant"), column, len(before))
     return build_conversation(row, [*before, *after], len(before), columns, plain)
 
 
@@ -227,12 +228,6 @@ def _answer(row: SourceRow, column: str) -> Any:
     """Returns an answer; a number as text."""
     value = row.value[column]
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-def _as_turns(value: Any, role: str) -> Any:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return [value] if isinstance(value, dict) else value
 
 
 def _conversation_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
@@ -357,7 +352,7 @@ def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
     prompt = only_text(row, turns_in_text(row.value["prompt"]), "prompt", "prompt")
     require_nonempty(row.where, prompt, "prompt")
-    found = _build_prompt(row, _as_turns(prompt, "user"), "prompt", columns)
+    found = _build_prompt(row, as_turns(prompt, "user"), "prompt", columns)
     is_text = isinstance(prompt, str) and is_empty(row.value.get("history"))
     return replace(found, text=after_system(row, prompt, columns)) if is_text else found
 
@@ -366,7 +361,7 @@ def _instruction_prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt
     def read(row: SourceRow, columns: Columns) -> Prompt:
         instruction, context = nonempty_in(row, column), context_of(row)
         prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-        found = _build_prompt(row, _as_turns(prompt, "user"), column, columns)
+        found = _build_prompt(row, as_turns(prompt, "user"), column, columns)
         is_text = is_empty(row.value.get("history"))
         return replace(found, text=after_system(row, prompt, columns)) if is_text else found
 

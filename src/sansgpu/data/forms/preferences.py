@@ -18,7 +18,7 @@ from sansgpu.data.forms.chats import (
     prompt_and_answer,
 )
 from sansgpu.data.forms.form import Form, Forms, is_empty, is_missing
-from sansgpu.data.forms.turns import decoded, role_of, turns_in_text
+from sansgpu.data.forms.turns import as_turns, decoded, read_turns, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
@@ -156,7 +156,24 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
         same -= 1  # because a space belongs to the token of the next word
     if not same:
         raise bad_row(row.where, "has no prompt, because chosen and rejected have no common beginning")
+    if isinstance(chosen, list):
+        _require_same_prompt(row, chosen[:same])
     return _pair(row, columns, chosen[:same], (chosen[same:], rejected[same:]))
+
+
+def _require_same_prompt(row: SourceRow, turns: Sequence[Any]) -> None:
+    """Raises BadRowError if the column `prompt` has something that the turns before the answers do not have."""
+    prompt = only_text(row, turns_in_text(row.value.get("prompt")), "prompt", "prompt")
+    if is_empty(prompt):
+        return
+    texts = [turn["content"].strip() for turn in read_turns(row.where, turns, "chosen")]
+    if isinstance(prompt, str):  # a question, or all turns as one text
+        is_same = prompt.strip() in texts or all(text in prompt for text in texts)
+    else:
+        asked = read_turns(row.where, as_turns(prompt, "user"), "prompt")
+        is_same = all(turn["content"].strip() in texts for turn in asked)
+    if not is_same:
+        raise bad_row(row.where, "has a prompt that is not in the turns of chosen; leave it out or put it there")
 
 
 def _rating(row: SourceRow) -> bool:

@@ -112,6 +112,13 @@ def turns_in_text(value: Any) -> Any:
     return found if is_turn else value
 
 
+def as_turns(value: Any, role: str) -> Any:
+    """Returns a text or a single turn as a list of turns; other values unchanged."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [value] if isinstance(value, dict) else value
+
+
 def looks_like_turns(value: Any) -> bool:
     """Returns whether the value of a column is a list of turns, or such a list as JSON text."""
     value = decoded(value)
