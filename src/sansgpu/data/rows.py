@@ -46,6 +46,10 @@ def _by_name(value: Any, names: list[str]) -> Any:
 
 MAX_PROBLEM_CHARACTERS = 400  # of a message about a row, which may quote a long value
 TEXT_NAMES = ("text", "content")  # text columns to try, in this order, if data.text_column is not set
+CHAT_NAMES = (  # usual names of columns with prompts and answers
+    *("prompt", "completion", "response", "instruction", "input", "context", "output", "question", "answer", "query"),
+    *("problem", "solution", "inputs", "targets", "system", "system_prompt", "system_message", "chosen", "rejected"),
+)
 LABEL_COLUMNS = ("label", "labels")  # label columns to try, in this order, if data.label_column is not set
 
 Row = dict[Any, Any]

@@ -30,7 +30,7 @@ from sansgpu.data.lines import (
     require_length,
     undecodable,
 )
-from sansgpu.data.rows import LABEL_COLUMNS, TEXT_NAMES, Column, Row, SourceRow, find_column, is_text
+from sansgpu.data.rows import CHAT_NAMES, LABEL_COLUMNS, TEXT_NAMES, Column, Row, SourceRow, find_column, is_text
 from sansgpu.data.settings import TaggedDataConfig
 
 MAX_COLUMNS = 1_000_000  # largest number of columns in a table
@@ -77,7 +77,7 @@ class Columns:
     def format(self) -> FileFormat:
         """How the files are written, with the columns in which words such as NA mean that there is no value."""
         usual = *TEXT_NAMES, *LABEL_COLUMNS, "text_pair"
-        return FileFormat(self.separator, self.encoding, (*usual, *self.named))
+        return FileFormat(self.separator, self.encoding, (*usual, *self.named), CHAT_NAMES)
 
     def set_in(self, data: Data) -> Data:
         """Returns settings of the data with these columns."""

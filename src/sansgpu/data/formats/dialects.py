@@ -40,6 +40,7 @@ class FileFormat:
     separator: str = AUTO
     encoding: str = AUTO
     values: tuple[str | int, ...] = ()  # the columns of texts and labels, in which words like NA mean an empty cell
+    chats: tuple[str, ...] = ()  # the columns of chats, in which they do even if they are frequent
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -248,7 +249,7 @@ def empty_words(dialect: Dialect, configured: FileFormat, names: Sequence[str | 
     """Returns, for each column, the cells that count as empty."""
     found = []
     for number, name in enumerate(names):
-        ambiguous = EMPTY_WORDS if {name, number} & {*configured.values} else ()
+        ambiguous = EMPTY_WORDS if {name, number} & {*configured.values, *configured.chats} else ()
         found.append(EMPTY_CELLS | {word for word in ambiguous if (number, word) not in dialect.words})
     return found
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sansgpu.config.wording import shown
-from sansgpu.data.forms.form import USUAL, is_empty
+from sansgpu.config.wording import counted, shown
+from sansgpu.data.forms.form import USUAL, is_empty, is_missing
 from sansgpu.data.forms.turns import Message, decoded, read_turns, without_nulls
 from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
 from sansgpu.data.tables import Columns
 
 SYSTEM_COLUMNS = "system", "system_prompt", "system_message"  # to try if data.system_column is not set
 TOOLS_COLUMNS = "tools", "functions"  # to try if data.tools_column is not set
-MEDIA_COLUMNS = "images", "videos", "audios"
+MEDIA_COLUMNS = "images", "videos", "audios", "image", "image_url", "img", "video", "audio"
+LISTS_OF_TURNS = "messages", "conversations"  # columns that have nothing else
 CONTEXT_COLUMNS = "input", "context"  # further text of an instruction
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 
@@ -32,9 +33,28 @@ def nonempty_in(row: SourceRow, column: str) -> str:
 
 
 def require_nonempty(where: str, text: Any, column: str) -> None:
-    """Raises BadRowError if `text` is a string without content."""
-    if isinstance(text, str) and not text.strip():
+    """Raises BadRowError if `text` is a string without content, or an empty list."""
+    if not (text.strip() if isinstance(text, str) else text != []):
         raise bad_row(where, f"has an empty {column}")
+
+
+def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
+    """Returns the text in a list of one; other values unchanged. Raises BadRowError if a list has several texts."""
+    if not isinstance(value, list) or not value or not all(isinstance(decoded(text), str) for text in value):
+        return value
+    if len(value) > 1:
+        raise row.error(f"{column} holds {counted(len(value), noun)}; write one row for each")
+    return value[0]
+
+
+def has_values(keys: Sequence[str]) -> Callable[[Row, Columns], bool]:
+    """Returns a function that recognizes rows with values for all keys. Empty turns beside other values are none."""
+
+    def recognizes(row: Row, columns: Columns) -> bool:
+        lacks_turns = is_missing if all(map(is_empty, row.values())) else is_empty
+        return not any((lacks_turns if key in LISTS_OF_TURNS else is_missing)(row.get(key)) for key in keys)
+
+    return recognizes
 
 
 def first_column(row: Row, names: Sequence[Column]) -> Column | None:
@@ -54,7 +74,7 @@ def _column_value(row: SourceRow, column: Column | None, key: str) -> Any:
 def system_message(row: SourceRow, columns: Columns) -> Any:
     """Returns the system message of a row, or None. Raises BadRowError if a configured column is missing."""
     found = _column_value(row, chat_columns(row.value, columns)[0], "data.system_column")
-    return found or None
+    return None if is_missing(found) or not found else found
 
 
 def read_tools(row: SourceRow, columns: Columns) -> Tools:

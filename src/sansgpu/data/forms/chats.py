@@ -20,8 +20,10 @@ from sansgpu.data.forms.chat_columns import (
     chat_columns,
     context_of,
     first_column,
+    has_values,
     history_turns,
     nonempty_in,
+    only_text,
     read_tools,
     require_nonempty,
     string_in,
@@ -31,6 +33,7 @@ from sansgpu.data.forms.turns import (
     ANSWERED_ROLES,
     SYSTEM_ROLES,
     Message,
+    as_turns,
     chatml_turns,
     looks_like_turns,
     merged_turns,
@@ -49,8 +52,8 @@ INSTRUCTION_COLUMNS = "instruction", "question", "query", "problem"
 # Columns with a question and its answer, besides prompt and completion, and instruction and output.
 PAIRS = (
     *(("prompt", answer) for answer in ("response", "output", "answer")),
+    *((asked, "solution") for asked in ("problem", "question")),  # before `answer`, which may be its last number only
     *((asked, answer) for asked in INSTRUCTION_COLUMNS for answer in ("output", "response", "answer", "completion")),
-    *((asked, "solution") for asked in ("problem", "question")),
     ("input", "output"),
     ("inputs", "targets"),
 )
@@ -192,16 +195,16 @@ def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, col
 
     Only the answer is learned. Turns in the column `history` precede the prompt.
     """
+    prompt, answer = turns_in_text(prompt), only_text(row, turns_in_text(answer), column, "answer")
     require_nonempty(row.where, answer, column)
-    prompt, answer = turns_in_text(prompt), turns_in_text(answer)
-    asked, history = _as_turns(prompt, "user"), history_turns(row)
+    asked, history = as_turns(prompt, "user"), history_turns(row)
     plain = None
     if isinstance(prompt, str) and isinstance(answer, str) and not history:
         plain = after_system(row, prompt, columns), answer
     if history:
         asked = [*history, *read_turns(row.where, asked, "prompt", len(history))]
     before = all_turns(row, asked, "prompt", columns)
-    after = read_turns(row.where, _as_turns(answer, "assistant"), column, len(before))
+    after = read_turns(row.where, as_turns(answer, "assistant"), column, len(before))
     return build_conversation(row, [*before, *after], len(before), columns, plain)
 
 
@@ -212,6 +215,7 @@ def instruction_and_answer(row: SourceRow, asked: str, answer: str, columns: Col
     if context.strip():
         prompt = f"{instruction}\n\n{context}" if instruction.strip() else context
         template = INSTRUCTION_WITH_INPUT
+    require_nonempty(row.where, prompt, asked)
     found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
     if found.plain is None:
         return found
@@ -223,12 +227,6 @@ def _answer(row: SourceRow, column: str) -> Any:
     """Returns an answer; a number as text."""
     value = row.value[column]
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-def _as_turns(value: Any, role: str) -> Any:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return [value] if isinstance(value, dict) else value
 
 
 def _conversation_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
@@ -244,7 +242,9 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
     def read(row: SourceRow, columns: Columns) -> Conversation:
         if asked in INSTRUCTION_COLUMNS:
             return _with_learned_history(row, instruction_and_answer(row, asked, answer, columns))
-        found = prompt_and_answer(row, row.value[asked], _answer(row, answer), answer, columns)
+        prompt = only_text(row, row.value[asked], asked, "prompt")
+        require_nonempty(row.where, prompt, asked)
+        found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
         return _with_learned_history(row, found)
 
     return read
@@ -295,7 +295,7 @@ def chat_form(
         yield from dict.fromkeys(name for key in (*keys, *optional) for name in unused_of_parts(row.get(key)))
 
     further = (*optional, *(CONTEXT_COLUMNS if has_context else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
-    return Form(keys, read, example, further, recognizes, unused=unused)
+    return Form(keys, read, example, further, recognizes or has_values(keys), unused=unused)
 
 
 def _row_of_turns(values: list[Any]) -> Row | None:
@@ -349,9 +349,9 @@ def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
 
 def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
-    prompt = turns_in_text(row.value["prompt"])
+    prompt = only_text(row, turns_in_text(row.value["prompt"]), "prompt", "prompt")
     require_nonempty(row.where, prompt, "prompt")
-    found = _build_prompt(row, _as_turns(prompt, "user"), "prompt", columns)
+    found = _build_prompt(row, as_turns(prompt, "user"), "prompt", columns)
     is_text = isinstance(prompt, str) and is_empty(row.value.get("history"))
     return replace(found, text=after_system(row, prompt, columns)) if is_text else found
 
@@ -360,7 +360,7 @@ def _instruction_prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt
     def read(row: SourceRow, columns: Columns) -> Prompt:
         instruction, context = nonempty_in(row, column), context_of(row)
         prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-        found = _build_prompt(row, _as_turns(prompt, "user"), column, columns)
+        found = _build_prompt(row, as_turns(prompt, "user"), column, columns)
         is_text = is_empty(row.value.get("history"))
         return replace(found, text=after_system(row, prompt, columns)) if is_text else found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,12 @@ def unused_columns(row: Row, used: Iterable[Column], columns: Columns = USUAL) -
 
 def is_empty(value: Any) -> bool:
     """Returns whether a column has no value, as a cell of a table or a key that other rows of the file have."""
-    return value is None or (isinstance(value, (str, list, dict)) and not value)
+    return is_missing(value) or (isinstance(value, (str, list, dict)) and not value)
+
+
+def is_missing(value: Any) -> bool:
+    """Returns whether a value is null, or NaN or Infinity, which are no value either."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def any_row(row: Row, columns: Columns) -> bool:
@@ -89,7 +95,7 @@ class Forms(Generic[T_co]):
         given = row.columns(self.needed)
         form = self.form_of(given, columns)
         if form is None:
-            names = column_names({name: value for name, value in given.items() if value is not None})
+            names = column_names({name: value for name, value in given.items() if not is_missing(value)})
             raise row.error(f"it has {names or 'no columns'}, but needs {self.needed}")
         content = form.read(row, columns)
         if report is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sansgpu.data.forms.answer_scores import remark_on_scores
-from sansgpu.data.forms.chat_columns import all_turns, require_nonempty
+from sansgpu.data.forms.chat_columns import all_turns, has_values, only_text, require_nonempty
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
     Conversation,
@@ -17,8 +17,8 @@ from sansgpu.data.forms.chats import (
     instruction_and_answer,
     prompt_and_answer,
 )
-from sansgpu.data.forms.form import Form, Forms, is_empty
-from sansgpu.data.forms.turns import decoded, role_of, turns_in_text
+from sansgpu.data.forms.form import Form, Forms, is_empty, is_missing
+from sansgpu.data.forms.turns import as_turns, decoded, read_turns, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
@@ -65,7 +65,13 @@ def _two_answers(row: SourceRow) -> tuple[Any, Any]:
 
 
 def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
-    return lambda row, columns: _pair(row, columns, turns_in_text(row.value[column]), _two_answers(row))
+    def read(row: SourceRow, columns: Columns) -> PreferenceRow:
+        prompt = turns_in_text(row.value[column])
+        if column == "prompt":
+            prompt = only_text(row, prompt, column, "prompt")
+        return _pair(row, columns, prompt, _two_answers(row))
+
+    return read
 
 
 def _pair_with_instruction_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
@@ -123,7 +129,7 @@ def _unused_of_completions(completions: Sequence[Row]) -> Iterator[str]:
 
 def _has_prompt(row: Row, columns: Columns) -> bool:
     """Returns whether a row has a prompt, and the chosen turns do not include it, as in ultrafeedback_binarized."""
-    if any(row.get(key) is None for key in ("prompt", "chosen", "rejected")):
+    if not has_values(("prompt", "chosen", "rejected"))(row, columns):
         return False
     chosen = turns_in_text(row["chosen"])
     return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))
@@ -150,11 +156,28 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
         same -= 1  # because a space belongs to the token of the next word
     if not same:
         raise bad_row(row.where, "has no prompt, because chosen and rejected have no common beginning")
+    if isinstance(chosen, list):
+        _require_same_prompt(row, chosen[:same])
     return _pair(row, columns, chosen[:same], (chosen[same:], rejected[same:]))
 
 
+def _require_same_prompt(row: SourceRow, turns: Sequence[Any]) -> None:
+    """Raises BadRowError if the column `prompt` has something that the turns before the answers do not have."""
+    prompt = only_text(row, turns_in_text(row.value.get("prompt")), "prompt", "prompt")
+    if is_empty(prompt):
+        return
+    texts = [turn["content"].strip() for turn in read_turns(row.where, turns, "chosen")]
+    if isinstance(prompt, str):  # a question, or all turns as one text
+        is_same = prompt.strip() in texts or all(text in prompt for text in texts)
+    else:
+        asked = read_turns(row.where, as_turns(prompt, "user"), "prompt")
+        is_same = all(turn["content"].strip() in texts for turn in asked)
+    if not is_same:
+        raise bad_row(row.where, "has a prompt that is not in the turns of chosen; leave it out or put it there")
+
+
 def _rating(row: SourceRow) -> bool:
-    value = next(row.value[column] for column in RATING_COLUMNS if row.value.get(column) is not None)
+    value = next(row.value[column] for column in RATING_COLUMNS if not is_missing(row.value.get(column)))
     key = value.strip().lower() if isinstance(value, str) else value
     label = RATINGS.get(key) if isinstance(key, (str, bool, int, float)) else None
     if label is None:
@@ -177,7 +200,8 @@ def _rated_answer_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], 
         if asked in INSTRUCTION_COLUMNS:
             found = instruction_and_answer(row, asked, answer, columns)
         else:
-            found = _prompt_and_answer(row, row.value[asked], row.value[answer], answer, columns)
+            prompt = only_text(row, row.value[asked], asked, "prompt")
+            found = _prompt_and_answer(row, prompt, row.value[answer], answer, columns)
         return PreferenceRow(row.where, (found,), _rating(row))
 
     return read

@@ -43,7 +43,7 @@ TURN_KEYS: dict[str, Role] = {
 ROLE_KEYS = "role", "from", "speaker", "author", "sender"
 CONTENT_KEYS = "content", "value", "text", "message", "parts"
 TEXT_PARTS = None, "text", "input_text", "output_text"  # types of parts of a content that are texts
-MEDIA_KEYS = "image", "images", "video", "videos", "audio", "audios"
+MEDIA_KEYS = "image", "images", "image_url", "img", "video", "videos", "audio", "audios"
 MEDIA_MARK = re.compile(r"\A\s*<(image|video|audio)>|<(image|video|audio)>\s*\Z")
 # Flags of an answer -> the value with which it is learned. After reading, an answer that is not has the weight 0.
 FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "mask": False}
@@ -110,6 +110,13 @@ def turns_in_text(value: Any) -> Any:
     first = found[0] if isinstance(found, list) and found else found
     is_turn = isinstance(first, dict) and role_of(first) in tuple(FOLLOWS) and any(key in first for key in CONTENT_KEYS)
     return found if is_turn else value
+
+
+def as_turns(value: Any, role: str) -> Any:
+    """Returns a text or a single turn as a list of turns; other values unchanged."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [value] if isinstance(value, dict) else value
 
 
 def looks_like_turns(value: Any) -> bool:
