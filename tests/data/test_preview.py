@@ -50,7 +50,7 @@ OWN: list[tuple[str, dict[str, Any], set[str]]] = [
     ("conversations", {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, {"prompt", "completion"}),
     ("conversations", {"prompt": "a", "completion": "b"}, {"prompt", "completion"}),
     ("conversations", {"text": "all of it", "url": "x"}, {"text"}),
-    ("preferences", {"chosen": "Q: a A: b", "rejected": "Q: a A: c"}, {"prompt", "chosen", "rejected"}),
+    ("preferences", {"chosen": "Q: a\nA: b", "rejected": "Q: a\nA: c"}, {"prompt", "chosen", "rejected"}),
     ("labeled texts", {"content": "a b", "labels": ["x", "y"]}, {"text", "label"}),
     ("text groups", {"anchor": "a", "positive": "b", "negative": ["c", "d"]}, {"anchor", "positive", "negative"}),
     ("text groups", {"sentence1": "a", "sentence2": "b", "similarity": 1}, {"text1", "text2", "score"}),

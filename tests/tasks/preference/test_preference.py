@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, ConfigError
+from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
@@ -144,6 +145,68 @@ def test_a_long_prompt_loses_its_oldest_turns_in_both_conversations() -> None:
     assert tokens(short) == tokens(alone)
     assert read(row, max_length=60, long_rows="drop") == []
     assert read(row, max_length=12) == []
+
+
+def read_pair(row: dict[str, Any]) -> tuple[list[str], str, str]:
+    """Returns the turns of the prompt as one text each, and the chosen and the rejected answer."""
+    chosen, rejected = PREFERENCES.read(SourceRow("row 1", row)).conversations
+    assert chosen.turns[: chosen.first] == rejected.turns[: rejected.first]
+    prompt = [f"{turn['role']} {turn['content']}" for turn in chosen.turns[: chosen.first]]
+    return prompt, chosen.turns[-1]["content"], rejected.turns[-1]["content"]
+
+
+HH = "\n\nHuman: hi\n\nAssistant:"
+TWO = f"{HH} ho\n\nOh: ho\n\nHuman: a\n\nb\n\nAssistant:"
+MARKED: list[tuple[dict[str, Any], list[str], str, str]] = [
+    ({"chosen": f"{HH} yesterday", "rejected": f"{HH} yes."}, ["user hi"], "yesterday", "yes."),
+    ({"chosen": f"{HH} yes", "rejected": f"{HH} yes, yes"}, ["user hi"], "yes", "yes, yes"),
+    ({"chosen": f"{HH} yes\n\n- c", "rejected": f"{HH} yes\n\n- b"}, ["user hi"], "yes\n\n- c", "yes\n\n- b"),
+    ({"chosen": f"{TWO} c", "rejected": f"{TWO} d"}, ["user hi", "assistant ho\n\nOh: ho", "user a\n\nb"], "c", "d"),
+    ({"chosen": f"{HH[2:]} c", "rejected": f"{HH[2:]} d"}, ["user hi"], "c", "d"),
+    ({"chosen": f"Be brief.{HH} c", "rejected": f"Be brief.{HH} d"}, ["system Be brief.", "user hi"], "c", "d"),
+    ({"prompt": HH, "chosen": " c", "rejected": " d"}, ["user hi"], "c", "d"),  # Dahoas
+    ({"prompt": "hi", "chosen": f"{HH} c", "rejected": f"{HH} d"}, ["user hi"], "c", "d"),
+    ({"prompt": "hi", "chosen": "Say Human: c", "rejected": "d"}, ["user hi"], "Say Human: c", "d"),
+    ({"chosen": "Q: a\nA: b", "rejected": "Q: a\nA: c"}, ["user Q: a\nA:"], " b", " c"),
+    ({"chosen": "a?\nbe", "rejected": "a?\nc"}, ["user a?\n"], "be", "c"),
+    ({"chosen": "a? [/INST] b", "rejected": "a? [/INST] c"}, ["user a? [/INST]"], " b", " c"),
+    ({"chosen": "### Response: b", "rejected": "### Response: c"}, ["user ### Response:"], " b", " c"),
+    *(({column: "p", "prompt": None, "chosen": "The sky is blue", "rejected": "The sky is green"},
+       ["user p"], "The sky is blue", "The sky is green")
+      for column in ("input", "question", "instruction", "query", "user_prompt")),
+    ({"question": "Name a color.", "chosen": [*PROMPT, assistant(GOOD)], "rejected": [*PROMPT, assistant(BAD)]},
+     ["user Name a color."], GOOD, BAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "prompt", "chosen", "rejected"), MARKED, ids=range(len(MARKED)))
+def test_a_row_is_never_divided_within_an_answer(row: Any, prompt: list[str], chosen: str, rejected: str) -> None:
+    assert read_pair(row) == (prompt, chosen, rejected)
+
+
+def test_marked_texts_stay_the_same_rows_without_a_chat_template() -> None:
+    (one, other) = PREFERENCES.read(SourceRow("row 1", {"chosen": f"{HH} c", "rejected": f"{HH} d"})).conversations
+    assert (one.plain, other.plain) == ((HH, " c"), (HH, " d"))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"chosen": "The sky is blue", "rejected": "The sky is green"},
+         "has no prompt, because the common beginning of chosen and rejected ends within a line; add a column prompt"),
+        ({"prompt": None, "topic": "p", "chosen": "The sky is blue", "rejected": "The sky is green"},
+         "ends within a line; add a column prompt, or rename the one that has it (topic)"),
+        ({"chosen": f"{HH} a\n\nHuman: b", "rejected": f"{HH} c"}, "ends chosen with a turn of Human"),
+        ({"chosen": f"{HH} a", "rejected": f"{HH} "}, "has an empty rejected"),
+        ({"chosen": f"{HH} a", "rejected": f"\n\nHuman: x{HH} b"}, "has different turns before the last answers"),
+        ({"chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}, "begin with the answer"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "has 3 as its prompt instead of a text or a list of turns"),
+        ({"prompt": True, "chosen": "a", "rejected": "b"}, "has true as its prompt"),
+    ],
+)  # fmt: skip
+def test_a_row_that_does_not_show_its_prompt_is_bad(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRowError, match=re.escape(words)):
+        read_pair(row)
 
 
 @pytest.mark.parametrize(

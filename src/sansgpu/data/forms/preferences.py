@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sansgpu.config.wording import shown
 from sansgpu.data.forms.answer_scores import remark_on_scores
-from sansgpu.data.forms.chat_columns import all_turns, has_values, only_text, require_nonempty
+from sansgpu.data.forms.chat_columns import after_system, all_turns, has_values, only_text, require_nonempty
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
     Conversation,
@@ -18,14 +20,18 @@ from sansgpu.data.forms.chats import (
     prompt_and_answer,
 )
 from sansgpu.data.forms.form import Form, Forms, is_empty, is_missing
-from sansgpu.data.forms.turns import as_turns, decoded, read_turns, role_of, turns_in_text
+from sansgpu.data.forms.turns import Message, as_turns, decoded, read_turns, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
+PROMPT_COLUMNS = "prompt", "input", "user_prompt"  # besides those of instructions
 RATING_COLUMNS = "label", "kto_tag"  # the second as in LLaMA-Factory's rows
 SCORE_KEYS = "overall_score", "fine-grained_score", "score", "rating"  # of completions, as in UltraFeedback
 # The keys True and False also match the numbers 1 and 0.
 RATINGS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+# Roles in the texts of Anthropic's HH.
+_MARK = re.compile(r"(?:\A\s*|\n\r?\n)(Human|Assistant):")
+_MARKED_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,26 @@ class PreferenceRow(TypedRow):
 
 def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, columns: Columns) -> Conversation:
     require_nonempty(row.where, prompt, "prompt")
-    return prompt_and_answer(row, prompt, answer, column, columns)
+    if not isinstance(prompt, (str, list, tuple, dict)):
+        raise bad_row(row.where, f"has {shown(prompt)} as its prompt instead of a text or a list of turns")
+    asked = _turns_at_marks(prompt) if isinstance(prompt, str) and isinstance(answer, str) else []
+    if not asked:
+        return prompt_and_answer(row, prompt, answer, column, columns)
+    found = prompt_and_answer(row, asked, answer.strip(), column, columns)
+    is_text = is_empty(row.value.get("history"))
+    return replace(found, plain=(after_system(row, prompt, columns), answer)) if is_text else found
+
+
+def _turns_at_marks(prompt: str) -> list[Message]:
+    """Returns the turns of a prompt with the marks of Anthropic's HH, "Human:" and "Assistant:", the last one for the
+    answer. Text before the first mark is the system message. Other texts have no turns.
+    """
+    begin, *parts = _MARK.split(prompt)
+    if parts[-2:-1] != ["Assistant"] or parts[-1].strip():
+        return []
+    turns = [{"role": _MARKED_ROLES[name], "content": text.strip()}
+             for name, text in zip(parts[:-2:2], parts[1:-2:2], strict=True)]  # fmt: skip
+    return [*([{"role": "system", "content": begin.strip()}] if begin.strip() else []), *turns]
 
 
 def _pair(row: SourceRow, columns: Columns, prompt: Any, answers: tuple[Any, Any]) -> PreferenceRow:
@@ -127,12 +152,23 @@ def _unused_of_completions(completions: Sequence[Row]) -> Iterator[str]:
     yield from (f"{key} of a completion" for key in keys if key not in ("response", *SCORE_KEYS))
 
 
-def _has_prompt(row: Row, columns: Columns) -> bool:
-    """Returns whether a row has a prompt, and the chosen turns do not include it, as in ultrafeedback_binarized."""
-    if not has_values(("prompt", "chosen", "rejected"))(row, columns):
-        return False
-    chosen = turns_in_text(row["chosen"])
-    return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))
+def _has_prompt_in(column: str) -> Callable[[Row, Columns], bool]:
+    def has_prompt(row: Row, columns: Columns) -> bool:
+        """Returns whether a row has a prompt, and chosen does not include it, as in ultrafeedback_binarized."""
+        if not has_values((column, "chosen", "rejected"))(row, columns):
+            return False
+        chosen = turns_in_text(row["chosen"])
+        if isinstance(chosen, str):
+            return not _is_marked(chosen)
+        return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))
+
+    return has_prompt
+
+
+def _is_marked(text: str) -> bool:
+    """Returns whether a text begins with a question, and has an answer, at the marks of Anthropic's HH."""
+    names = _MARK.findall(text)
+    return text.lstrip().startswith("Human:") and "Assistant" in names
 
 
 def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
@@ -143,6 +179,8 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
             row.where,
             "has no prompt; without one, chosen and rejected must both be strings or both be lists of messages",
         )
+    if isinstance(chosen, str) and all("Assistant" in _MARK.findall(text) for text in (chosen, rejected)):
+        return _pair_at_marks(row, columns, (chosen, rejected))
     pairs = zip(chosen, rejected, strict=False)
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
     if same == min(len(chosen), len(rejected)):
@@ -152,8 +190,12 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
             f"has no prompt, and {longer} begins with all of {shorter}, so it is unclear where the prompt ends; put it "
             "into a column prompt, and only the answers into chosen and rejected",
         )
-    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
-        same -= 1  # because a space belongs to the token of the next word
+    if isinstance(chosen, str):
+        while same and all(text[same - 1 : same + 1].isalnum() and same < len(text) for text in (chosen, rejected)):
+            same -= 1  # to the start of a word, of which each answer has a different end
+        same -= same > 0 and chosen[same - 1] == " "  # because a space belongs to the token of the next word
+        if not same:
+            raise bad_row(row.where, f"has no prompt, because {_no_common_prompt(row)}")
     if not same:
         raise bad_row(row.where, "has no prompt, because chosen and rejected have no common beginning")
     if isinstance(chosen, list):
@@ -174,6 +216,32 @@ def _require_same_prompt(row: SourceRow, turns: Sequence[Any]) -> None:
         is_same = all(turn["content"].strip() in texts for turn in asked)
     if not is_same:
         raise bad_row(row.where, "has a prompt that is not in the turns of chosen; leave it out or put it there")
+
+
+def _no_common_prompt(row: SourceRow) -> str:
+    """Says why two texts show no prompt, and what to do."""
+    used = "chosen", "rejected", *PROMPT_COLUMNS, *INSTRUCTION_COLUMNS
+    texts = (str(name) for name, value in row.value.items() if isinstance(value, str) and value.strip())
+    others = [name for name in texts if name not in used]
+    renamed = f", or rename the one that has it ({', '.join(others[:5])})" if others else ""
+    return f"chosen and rejected have no common beginning; add a column prompt{renamed}"
+
+
+def _pair_at_marks(row: SourceRow, columns: Columns, texts: tuple[str, str]) -> PreferenceRow:
+    """Reads texts with the marks of Anthropic's HH, whose last turn is the answer."""
+    ends = list[int]()
+    for name, text in zip(("chosen", "rejected"), texts, strict=True):
+        last = [*_MARK.finditer(text)][-1]
+        if last[1] != "Assistant":
+            raise bad_row(row.where, f"ends {name} with a turn of Human, without an answer of Assistant")
+        require_nonempty(row.where, text[last.end() :], name)
+        ends.append(last.end())
+    prompt, other = (text[:end] for text, end in zip(texts, ends, strict=True))
+    if prompt != other:
+        raise bad_row(row.where, "has different turns before the last answers in chosen and in rejected")
+    if not _turns_at_marks(prompt):
+        raise bad_row(row.where, "has no prompt, because chosen and rejected begin with the answer")
+    return _pair(row, columns, prompt, (texts[0][ends[0] :], texts[1][ends[1] :]))
 
 
 def _rating(row: SourceRow) -> bool:
@@ -218,9 +286,13 @@ PREFERENCES = Forms(
     chat_form(("conversations", "chosen", "rejected"), _pair_with_prompt_in("conversations"),
               {"conversations": [_HUMAN], "chosen": _GPT, "rejected": {"from": "gpt", "value": "5"}}, ("history",)),
     chat_form(("prompt", "chosen", "rejected"), _pair_with_prompt_in("prompt"),
-              {"prompt": _PROMPT, "chosen": "4", "rejected": "5"}, ("history",), _has_prompt),
+              {"prompt": _PROMPT, "chosen": "4", "rejected": "5"}, ("history",), _has_prompt_in("prompt")),
     *(chat_form((column, "chosen", "rejected"), _pair_with_instruction_in(column),
-                {column: _PROMPT, "chosen": "4", "rejected": "5"}, ("history",)) for column in INSTRUCTION_COLUMNS),
+                {column: _PROMPT, "chosen": "4", "rejected": "5"}, ("history",), _has_prompt_in(column))
+      for column in INSTRUCTION_COLUMNS),
+    *(chat_form((column, "chosen", "rejected"), _pair_with_prompt_in(column),
+                {column: _PROMPT, "chosen": "4", "rejected": "5"}, ("history",), _has_prompt_in(column))
+      for column in PROMPT_COLUMNS[1:]),
     chat_form(("chosen", "rejected"), _whole_pair,
               {"chosen": [*_ASKED, _GOOD], "rejected": [*_ASKED, _BAD]}, ("prompt",)),
     _of_ranked(chat_form(
