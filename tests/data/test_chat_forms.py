@@ -505,3 +505,33 @@ def test_words_for_no_value_in_tables_are_not_learned(word: str, tmp_path: Path)
     assert CONVERSATIONS.read(first).turns == TURNS
     with pytest.raises(BadRowError, match="it has instruction, input, but needs"):
         CONVERSATIONS.read(missing)
+
+
+CHATML_QUESTION = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+CHATML: dict[str, str] = {
+    "no last mark": CHATML_QUESTION + "b",
+    "no last mark, but a line end": CHATML_QUESTION + "b\n",
+    "no marks": "<|im_start|>user\na?\n<|im_start|>assistant\nb",
+    "an end of the text instead": CHATML_QUESTION + "b</s>",
+    "lines of Windows": (CHATML_QUESTION + "b<|im_end|>\n").replace("\n", "\r\n"),
+    "lines of Windows, no last mark": (CHATML_QUESTION + "b\n").replace("\n", "\r\n"),
+    "spaces around": f" \n{CHATML_QUESTION}b<|im_end|> \n ",
+    "spaces at roles": (CHATML_QUESTION + "b<|im_end|>").replace("user", " user "),
+    "a begin of a further answer": f"{CHATML_QUESTION}b<|im_end|>\n<|im_start|>assistant\n",
+}
+
+
+@pytest.mark.parametrize("text", CHATML.values(), ids=CHATML)
+def test_chatml_with_small_faults_is_read_as_turns(text: str) -> None:
+    assert read({"text": text}).turns == TURNS
+    assert read({"messages": text}).turns == TURNS
+    pair = {"chosen": text, "rejected": f"{CHATML_QUESTION}c<|im_end|>"}
+    for row in (pair, {"prompt": "a?", **pair}):
+        found = PREFERENCES.read(SourceRow(WHERE, row)).conversations
+        assert [(one.turns[:-1], one.turns[-1]["content"]) for one in found] == [((ASKED,), "b"), ((ASKED,), "c")]
+
+
+def test_chatml_answers_follow_their_prompt() -> None:
+    answers = {name: f"<|im_start|>assistant\n{name}<|im_end|>\n" for name in ("chosen", "rejected")}
+    found = PREFERENCES.read(SourceRow(WHERE, {"prompt": "a?", **answers})).conversations
+    assert [[turn["content"] for turn in one.turns] for one in found] == [["a?", "chosen"], ["a?", "rejected"]]

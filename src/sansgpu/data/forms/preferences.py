@@ -20,7 +20,7 @@ from sansgpu.data.forms.chats import (
     prompt_and_answer,
 )
 from sansgpu.data.forms.form import Form, Forms, is_empty, is_missing
-from sansgpu.data.forms.turns import Message, as_turns, decoded, read_turns, role_of, turns_in_text
+from sansgpu.data.forms.turns import Message, as_turns, chatml_turns, decoded, read_turns, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
@@ -86,7 +86,9 @@ def _of_two(row: SourceRow, conversations: Sequence[Conversation]) -> Preference
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
     if row.value["chosen"] == row.value["rejected"]:
         raise bad_row(row.where, "has identical chosen and rejected answers")
-    return turns_in_text(row.value["chosen"]), turns_in_text(row.value["rejected"])
+    chosen, rejected = (turns_in_text(row.value[name]) for name in ("chosen", "rejected"))
+    both = [chatml_turns(answer) if isinstance(answer, str) else [] for answer in (chosen, rejected)]
+    return (both[0], both[1]) if all(both) else (chosen, rejected)
 
 
 def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
@@ -158,6 +160,7 @@ def _has_prompt_in(column: str) -> Callable[[Row, Columns], bool]:
         if not has_values((column, "chosen", "rejected"))(row, columns):
             return False
         chosen = turns_in_text(row["chosen"])
+        chosen = chatml_turns(chosen) or chosen if isinstance(chosen, str) else chosen
         if isinstance(chosen, str):
             return not _is_marked(chosen)
         return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))

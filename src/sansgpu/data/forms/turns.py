@@ -48,7 +48,12 @@ MEDIA_MARK = re.compile(r"\A\s*<(image|video|audio)>|<(image|video|audio)>\s*\Z"
 # Flags of an answer -> the value with which it is learned. After reading, an answer that is not has the weight 0.
 FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "mask": False}
 FLAG_VALUES = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}  # also for 1.0 and 0.0
-CHATML_TURN = re.compile(r"\s*<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+# The mark of a turn's end may be missing at the end of the text and before the next turn.
+CHATML_TURN = re.compile(
+    r"\s*<\|im_start\|>[ \t]*(\w+)[ \t]*\r?\n(.*?)"
+    r"(<\|im_end\|>|(?=<\|im_start\|>[ \t]*\w+[ \t]*\r?\n|(?:</s>|<\|endoftext\|>)?\Z))",
+    re.DOTALL,
+)
 CHATML_EDGE = r"\s*(<s>|</s>|<\|endoftext\|>)?\s*"  # what may stand before and after the turns
 
 
@@ -88,13 +93,14 @@ def _python_literal(text: str) -> Any:
 
 def chatml_turns(text: str) -> list[Message]:
     """Returns the turns of a text that consists of ChatML turns with known roles; of other texts, an empty list."""
+    text = text.rstrip()
     turns, end = list[Message](), 0
     if begin := re.match(CHATML_EDGE, text):
         end = begin.end()
     while found := CHATML_TURN.match(text, end):
-        turns.append({"role": found[1], "content": found[2]})
+        turns.append({"role": found[1], "content": found[2] if found[3] else found[2].rstrip()})
         end = found.end()
-    is_whole = re.fullmatch(CHATML_EDGE, text[end:]) is not None
+    is_whole = re.fullmatch(CHATML_EDGE + r"(<\|im_start\|>assistant)?", text[end:]) is not None
     return turns if is_whole and all(turn["role"] in ROLES for turn in turns) else []
 
 
