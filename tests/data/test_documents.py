@@ -370,16 +370,45 @@ def test_messages_and_mailboxes(tmp_path: Path) -> None:
     assert text_of(tmp_path / "bad.eml") == "Subject: x\n\nhéllo"
 
 
+def test_forwarded_messages_are_read(tmp_path: Path) -> None:
+    outer, inner = mail("Fwd", "See below."), mail("Mill", "It grinds.")
+    inner.add_attachment(b"%PDF", maintype="application", subtype="pdf", filename="a.pdf")
+    outer.add_attachment(inner)
+    (tmp_path / "a.eml").write_bytes(bytes(outer))
+    head = "From: a@example.org\nTo: b@example.org"
+    document = read_document(tmp_path / "a.eml")
+    assert document.texts() == [f"Subject: Fwd\n{head}\n\nSee below.\n\nSubject: Mill\n{head}\n\nIt grinds."]
+    assert document.left_out == {"attachment": 1}
+    part = "Content-Type: message/rfc822\nContent-Transfer-Encoding: base64\n\nU3ViamVjdDogeAoKeAo=\n"
+    whole = f'Subject: x\nContent-Type: multipart/mixed; boundary="b"\n\n--b\n\nIt grinds.\n--b\n{part}--b--\n'
+    (tmp_path / "b.eml").write_text(whole, encoding="utf-8")
+    encoded = read_document(tmp_path / "b.eml")
+    assert (encoded.texts(), encoded.left_out) == (["Subject: x\n\nIt grinds."], {"attachment": 1})
+
+
+@pytest.mark.parametrize("kind", ["mixed", "alternative", "related"])
+def test_a_message_whose_boundary_never_occurs_keeps_its_text(tmp_path: Path, kind: str) -> None:
+    head = f'Subject: x\nContent-Type: multipart/{kind}; boundary="b"\n\n'
+    (tmp_path / "a.eml").write_text(f"{head}It grinds.\n", encoding="utf-8")
+    assert text_of(tmp_path / "a.eml") == "Subject: x\n\nIt grinds."
+    inner = head.replace('"b"', '"c"')
+    outer = 'Subject: x\nContent-Type: multipart/mixed; boundary="b"\n\n'
+    (tmp_path / "b.eml").write_text(f"{outer}--b\n{inner}It grinds.\n--b--\n", encoding="utf-8")
+    assert text_of(tmp_path / "b.eml") == "Subject: x\n\nIt grinds."
+
+
 def test_notebooks(tmp_path: Path) -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# Mill\n", "Text"]},
         {"cell_type": "code", "source": "grind(1)", "outputs": [{"text": "2"}]},
         {"cell_type": "code", "source": ""},
         {"cell_type": "raw", "source": "raw"},
+        {"cell_type": "markdown", "source": None},
+        {"cell_type": "markdown", "source": [None, "x"]},
     ]
     path = tmp_path / "a.ipynb"
     path.write_text(json.dumps({"cells": cells, "metadata": {"language_info": {"name": "r"}}}), encoding="utf-8")
-    assert parts_of(path) == [(1, "# Mill\nText"), (2, "```r\ngrind(1)\n```"), (4, "raw")]
+    assert parts_of(path) == [(1, "# Mill\nText"), (2, "```r\ngrind(1)\n```"), (4, "raw"), (6, "x")]
     assert read_document(path).left_out == {"notebook output": 1}
     old = {"worksheets": [{"cells": [{"cell_type": "code", "input": "old(1)"}]}]}
     path.write_text(json.dumps(old), encoding="utf-8")

@@ -37,6 +37,11 @@ GROUPS: list[tuple[Any, list[tuple[str, ...]]]] = [
       "negative_passages": [{"title": "", "text": "n"}]}, [("a", "T p", "n")]),  # Tevatron
     ({"question": "a", "positive_ctxs": [{"text": "p"}], "negative_ctxs": [],
       "hard_negative_ctxs": [{"text": "n"}]}, [("a", "p", "n")]),  # DPR
+    ({"query": "a", "pos": ["", "p", None], "neg": ["n", "", None]}, [("a", "p", "n")]),
+    ({"query": "a", "pos": ["p", "", "r"], "neg": [None, "n"]}, [("a", "p", "n"), ("a", "r", "n")]),
+    ({"query": "a", "pos": '["p", ""]', "neg": '["n", null]'}, [("a", "p", "n")]),
+    ({"query": "a", "pos": ["p"], "neg": ["", None]}, [("a", "p")]),
+    ({"anchor": "a", "positive": "p", "negatives": [None, "m", "", "n"]}, [("a", "p", "m", "n")]),
     ({"sent0": "a", "sent1": "p", "hard_neg": "n"}, [("a", "p", "n")]),  # SimCSE
     ({"set": ["a", "p", "r"]}, [("a", "p"), ("a", "r")]),
     (["a", "p"], [("a", "p")]),
@@ -73,6 +78,7 @@ def test_configured_columns_keep_their_negatives() -> None:
     ("row", "problem"),
     [
         ({"query": "a", "pos": []}, "it has no pos"),
+        ({"query": "a", "pos": ["", None], "neg": ["n"]}, "it has no pos"),
         ({"query": "a", "pos": ["p"], "neg": ["n", " "]}, "its neg is empty"),
         ({"query": "a", "pos": ["p"], "neg": ["n", 3]}, "its neg contains 3, which is not text"),
         ({"pos": ["p"], "neg": ["n"]}, "it has no anchor"),

@@ -92,7 +92,7 @@ def test_flat_columns(tmp_path: Path, suffix: str) -> None:
 def test_answers_may_be_a_list_of_objects_and_ids_numbers() -> None:
     rows = [
         SourceRow("x", flat(id=7, answers=[{"text": "cat", "answer_start": 4}])),
-        SourceRow("y", flat(answers=None)),
+        SourceRow("y", flat(answers=[])),
     ]
     first, second = read_rows(rows)
     assert (first.id, first.answers, first.impossible) == ("7", ((4, "cat"),), False)
@@ -140,6 +140,8 @@ WRITTEN: list[tuple[dict[str, Any], tuple[tuple[int, str], ...]]] = [
     (flat(answers={"text": [""], "answer_start": [-1]}, is_impossible=True), ()),
     (flat(answers="", is_impossible="True"), ()),
     (flat(answers=[], is_impossible=1), ()),
+    (flat(answers=None, is_impossible=True), ()),
+    (flat(answers="", is_impossible=""), ()),  # cells of a table
 ]
 
 
@@ -222,6 +224,12 @@ BAD = [
     (flat(answers={"text": ["cat"]}), "x: its answers lack the lists"),
     (flat(answers=...), "x: it has no answers"),
     (flat(is_impossible=True), "x: is_impossible is true, but there are answers"),
+    (flat(answers=None), "x: it has no answers; write an empty list for a question without an answer"),
+    (flat(answers=None, is_impossible=None), "x: it has no answers; write an empty list"),
+    (flat(answers=None, is_impossible=False), "x: is_impossible is false, but there are no answers"),
+    (flat(answers=[], is_impossible=False), "x: is_impossible is false, but there are no answers"),
+    (flat(answers="", is_impossible="False"), "x: is_impossible is false, but there are no answers"),
+    (flat(answers={"text": [], "answer_start": []}, is_impossible=0), "x: is_impossible is false, but there are no"),
     (flat(is_impossible="no"), "x: is_impossible is 'no'"),
     ({"paragraphs": {}}, "x: its paragraphs are not a list"),
     ({"paragraphs": [3]}, "x, paragraph 1: it needs a list `qas` of questions"),

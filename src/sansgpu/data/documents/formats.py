@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from sansgpu.data.documents.document import Document
 
-READER = 1  # version of the readers in this folder, part of the key of cached text
+READER = 2  # version of the readers in this folder, part of the key of cached text
 
 
 class Format(NamedTuple):

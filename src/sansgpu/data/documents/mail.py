@@ -16,6 +16,7 @@ from sansgpu.data.documents.text import cleaned
 
 MAX_MESSAGE = 128 << 20  # bytes of a message with its attachments
 HEADERS = ("Subject", "From", "To", "Date")
+FORWARDED = "message/rfc822"  # type of a part that is a message
 
 
 def read_eml(path: Path) -> Document:
@@ -66,9 +67,29 @@ def _starts_message(content: bytes) -> bool:
 
 
 def _text(content: bytes, left_out: Counter[str]) -> str:
-    """Returns the subject, sender, receiver, date and text of a message."""
+    """Returns the text of a message, and of the messages that are forwarded with it."""
     message = message_from_bytes(content, policy=default)
-    assert isinstance(message, EmailMessage)
+    parts = [part for part in message.walk() if isinstance(part, EmailMessage)]
+    for part in parts:
+        if part.get_content_maintype() == "multipart" and not part.is_multipart():
+            del part["Content-Type"]  # its boundary does not occur, so it is a plain text
+    forwarded = list[EmailMessage]()
+    for part in parts:
+        found = _forwarded(part)
+        forwarded += found
+        left_out["attachment"] += not found and (part.is_attachment() or part.get_content_type() == FORWARDED)
+    return "\n\n".join(_message_text(one) for one in (*parts[:1], *forwarded))
+
+
+def _forwarded(part: EmailMessage) -> list[EmailMessage]:
+    """Returns the message that a part consists of. An encoded one, which the standard does not allow, is not read."""
+    is_encoded = str(part.get("Content-Transfer-Encoding", "")).lower() in ("base64", "quoted-printable")
+    inner = part.iter_parts() if part.get_content_type() == FORWARDED and not is_encoded else ()
+    return [one for one in inner if isinstance(one, EmailMessage)]
+
+
+def _message_text(message: EmailMessage) -> str:
+    """Returns the subject, sender, receiver, date and text of a message, without those of forwarded ones."""
     headers = []
     for name in HEADERS:
         try:
@@ -78,7 +99,6 @@ def _text(content: bytes, left_out: Counter[str]) -> str:
         if value and str(value).strip():
             headers.append(f"{name}: {' '.join(str(value).split())}")
     body = message.get_body(("plain", "html"))
-    left_out["attachment"] += sum(1 for part in message.walk() if part.is_attachment())
     text = _body_text(body) if isinstance(body, EmailMessage) else ""
     return cleaned("\n".join(headers) + "\n\n" + text)
 

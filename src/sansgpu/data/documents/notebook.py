@@ -50,6 +50,7 @@ def _language(notebook: dict[str, Any]) -> str:
 
 def _text(cell: dict[str, Any], language: str) -> str:
     source = cell.get("source", cell.get("input", ""))
-    text = cleaned("".join(map(str, source)) if isinstance(source, list) else str(source))
+    lines = source if isinstance(source, list) else [source]
+    text = cleaned("".join(line for line in lines if isinstance(line, str)))
     is_code = cell.get("cell_type") == "code" and text.strip()
     return f"```{language}\n{text}\n```" if is_code else text

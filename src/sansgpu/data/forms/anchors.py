@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from sansgpu.data.forms.cells import parsed_cell
+from sansgpu.data.forms.form import is_empty
 from sansgpu.data.rows import Column, Row, SourceRow
 
 _WHAT = r"(?:[ _-]?(?:passage|document|doc|text|ctx|context|sentence|sample|example|answer|response|code)s?)?"
@@ -115,13 +117,14 @@ def texts_in(row: SourceRow, keys: Iterable[Column]) -> list[str]:
 
 
 def _values(key: Column, value: Any) -> list[Any]:
-    """Returns the values of a column as a list. Tables store lists as the text of JSON or of a Python list."""
+    """Returns the values of a column as a list, without empty ones. Tables store lists as JSON or Python's notation."""
     if value is None or value == "":
         return []
     if isinstance(key, str) and re.search(r"(?:pos|neg|[^s]s)$", key.strip().casefold()):
         parsed = parsed_cell(value)
-        value = parsed if isinstance(parsed, list) and all(isinstance(one, str) for one in parsed) else value
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+        are_texts = isinstance(parsed, list) and all(isinstance(one, (str, NoneType)) for one in parsed)
+        value = parsed if are_texts else value
+    return [one for one in value if not is_empty(one)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _passage_text(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sansgpu.data.forms.cells import parsed_cell
+
 # In the order in which they are tried. `solution` comes last, because it may be a whole derivation.
 ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "reward_model", "solution")
 _INNER = "ground_truth"  # the answer within the object `reward_model`, as in verl's rows
@@ -24,5 +26,6 @@ def right_answer(columns: Mapping[Any, Any]) -> Any:
 def _value(columns: Mapping[Any, Any], column: str) -> Any:
     value = columns.get(column)
     if column == "reward_model":
+        value = parsed_cell(value)  # a table has it as text
         value = value.get(_INNER) if isinstance(value, dict) else None
     return None if isinstance(value, str) and not value.strip() else value

@@ -54,12 +54,11 @@ def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, co
     require_nonempty(row.where, prompt, "prompt")
     if not isinstance(prompt, (str, list, tuple, dict)):
         raise bad_row(row.where, f"has {shown(prompt)} as its prompt instead of a text or a list of turns")
-    asked = _turns_at_marks(prompt) if isinstance(prompt, str) and isinstance(answer, str) else []
-    if not asked:
+    if not isinstance(prompt, str) or not isinstance(answer, str) or not (asked := _turns_at_marks(prompt)):
         return prompt_and_answer(row, prompt, answer, column, columns)
     found = prompt_and_answer(row, asked, answer.strip(), column, columns)
-    is_text = is_empty(row.value.get("history"))
-    return replace(found, plain=(after_system(row, prompt, columns), answer)) if is_text else found
+    is_whole = is_empty(row.value.get("history"))
+    return replace(found, plain=(after_system(row, prompt, columns), answer)) if is_whole else found
 
 
 def _turns_at_marks(prompt: str) -> list[Message]:

@@ -78,7 +78,7 @@ def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
 def _question(row: SourceRow, columns: Columns) -> Question:
     question, context = row.required_text("question"), row.required_text("context")
     impossible = _impossible(row)
-    if not impossible and not any(column in row.value for column in ANSWER_COLUMNS):
+    if impossible is None and all(row.value.get(column) is None for column in ANSWER_COLUMNS):
         raise row.error("it has no answers; write an empty list for a question without an answer")
     given = _given_answers(row)
     if impossible and all(text in ("", None) for text, _ in given):
@@ -86,17 +86,20 @@ def _question(row: SourceRow, columns: Columns) -> Question:
     found = [_answer(row, context, text, start) for text, start in given]
     if impossible and found:
         raise row.error("is_impossible is true, but there are answers")
+    if impossible is False and not found:
+        raise row.error("is_impossible is false, but there are no answers")
     answers = tuple((start, text) for start, text, _ in found)
     remarks = tuple(dict.fromkeys(remark for _, _, remark in found if remark is not None))
     return Question(row.identifier(row.value) or row.where, question, context, answers, not answers, remarks)
 
 
-def _impossible(row: SourceRow) -> bool:
+def _impossible(row: SourceRow) -> bool | None:
+    """Returns whether a row says that its question has no answer, or None if it says nothing."""
     value = row.value.get("is_impossible")
-    if value in (None, True, False):
-        return bool(value)
+    if value is None or value in (True, False):
+        return None if value is None else bool(value)
     if isinstance(value, str) and value.strip().lower() in ("", "true", "false"):  # a cell of a table
-        return value.strip().lower() == "true"
+        return value.strip().lower() == "true" if value.strip() else None
     raise row.error(f"is_impossible is {value!r} instead of true or false")
 
 

@@ -29,8 +29,9 @@ Reward = Callable[[Sequence[PromptRow], Sequence[str], Sequence[list[int]]], lis
 _BOXED = "\\boxed{"
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 _MARK = "####"  # precedes the answer in GSM8K
-# Ways in which LaTeX writes signs within numbers.
-_LATEX = {"{,}": ",", "\\$": "$", "\\%": "%", "\\!": "", "\\,": ""}
+# Ways in which LaTeX and typesetting write signs within numbers; the last one is the minus sign.
+_WRITTEN = {"{,}": ",", "\\$": "$", "\\%": "%", "\\!": "", "\\,": "", "\u2212": "-"}
+_FONT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}")  # text in LaTeX
 _NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
 _DEBT = re.compile(r"-[$€£¥] ?(?=[\d.])")  # -$5
 _AROUND = " \t\n\r.,;:!?\"'`*()[]$€£¥%"  # characters around an answer that do not belong to it
@@ -81,8 +82,9 @@ def final_answer(text: str) -> str:
     """Returns the text in the last `\\boxed{}`, or in the line after the last `####`, or else all of it."""
     boxed, marked = _boxed(text), text.rpartition(_MARK)[2].strip()
     found = boxed if boxed is not None else marked.split("\n")[0] if _MARK in text else text
-    for written, sign in _LATEX.items():
+    for written, sign in _WRITTEN.items():
         found = found.replace(written, sign)
+    found = _FONT.sub(r"\1", found)
     return _DEBT.sub("-", found).strip(_AROUND)
 
 
