@@ -235,3 +235,28 @@ def test_rows_that_are_lists_of_turns_are_conversations(tmp_path: Path) -> None:
     assert (found.task, split.usable, split.left_out[0].rows) == ("sft", 2, 1)
     assert (split.forms, split.used) == ({"messages": 2}, {"messages": 2})
     assert [part.name for part in found.examples[0].parts] == ["user", "assistant"]
+
+
+BROKEN: list[tuple[str, str]] = [
+    ("{\n  'text': 'a'\n}\n", "line 1 is not valid JSON"),
+    ("{'text': 'a'}\n", "line 1 is not valid JSON: Expecting property name"),
+    ('{"text": "a", "label": "x"},\n{"text": "b", "label": "y"},\n', "line 1 is not valid JSON: Extra data"),
+    ('{\n  "text": "a"\n}\n', "line 1 is not valid JSON"),
+    ('[\n{"text": "a"},\n', "line 1 is not valid JSON"),
+    ("3\n4\n", "line 1 is of type int instead of an object with columns"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN, ids=range(len(BROKEN)))
+def test_lines_that_are_no_rows_are_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        looked(path)
+
+
+def test_the_reason_of_the_task_that_fits_best_is_named(tmp_path: Path) -> None:
+    good = {"messages": [ASKED, GIVEN]}
+    path = write_rows(tmp_path / "rows.jsonl", [good, good, *[{"messages": [{"role": "wizard", "content": "a"}]}] * 5])
+    with pytest.raises(ConfigError, match=r"only 2 of the first 7 rows are valid for a task; as sft: .*line 3"):
+        looked(path)
