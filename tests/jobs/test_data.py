@@ -260,3 +260,20 @@ def test_the_reason_of_the_task_that_fits_best_is_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [good, good, *[{"messages": [{"role": "wizard", "content": "a"}]}] * 5])
     with pytest.raises(ConfigError, match=r"only 2 of the first 7 rows are valid for a task; as sft: .*line 3"):
         looked(path)
+
+
+def test_a_folder_from_the_hub_is_guessed_from_its_rows(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# A dataset\n")
+    for part in ("train", "test"):
+        write_rows(folder / f"{part}.jsonl", [{"messages": [ASKED, GIVEN], "source": part}])
+    found = looked(folder)
+    assert (found.task, found.splits[0].rows, found.splits[0].left_out) == ("sft", 1, ())
+    assert capsys.readouterr().err.count("warning: 1 text file beside files with rows left out (README.md)") == 1
+    for part in ("train", "test"):
+        write_rows(folder / f"{part}.jsonl", [{"text": f"{part} {label}", "label": label} for label in "xy"])
+    found = looked(folder)
+    assert (found.task, found.splits[0].rows, found.splits[0].left_out) == ("classify", 2, ())
+    source = open_sources(DataConfig(dataset_name=str(folder))).train
+    assert "# A dataset" in "".join(piece.text for piece in source.read()), "pretraining reads all files"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sansgpu.config import ConfigError, UnreachableError
 from sansgpu.config.data import DataConfig
 from sansgpu.config.wording import counted
-from sansgpu.data.files import file_form, read_rows
+from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_rows
 from sansgpu.data.forms.form import Form, Forms, resolve_columns
 from sansgpu.data.forms.graphs import FACT_KEYS, has_bare_triples
 from sansgpu.data.forms.registry import FORMS
@@ -65,12 +65,14 @@ class OpenedData:
         """
         sources, data, _ = self.open(kind)
         columns = Columns.of(data)
-        is_special = has_documents(sources.train, kind) or _has_triples(sources.train, kind, columns)
+        source = sources.train
+        has_only_documents = has_documents(source, kind) and not _has_row_files(source)
+        is_special = has_only_documents or _has_triples(source, kind, columns)
         key = id(sources), kind if is_special else ""
         if key not in self._first:
             rows, problem = list[SourceRow](), None
             try:
-                for row in islice(rows_of(sources.train, kind, columns), GUESSED_ROWS):
+                for row in islice(rows_of(source, kind, columns) if is_special else source.rows(), GUESSED_ROWS):
                     rows.append(row)
             except ConfigError as error:  # of a damaged file, the rows before the damage are used
                 problem = error
@@ -98,6 +100,10 @@ def has_documents(source: Source, kind: str) -> bool:
     """Returns whether a source of texts has files without rows, such as plain text."""
     one_of_each_suffix = {file_form(path): path for path in source.files.values()}
     return kind == "texts" and not all(map(_has_rows, one_of_each_suffix.values()))
+
+
+def _has_row_files(source: Source) -> bool:
+    return any(file_form(path) not in TEXT_SUFFIXES for path in source.files.values())
 
 
 def _has_rows(path: Path) -> bool:
