@@ -325,3 +325,21 @@ def test_a_missing_package_is_named(tmp_path: Path, name: str, package: str, mon
     monkeypatch.setattr("sansgpu.config.errors.is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r'run `pip install "sansgpu\[tables\]"`'):
         read(written(tmp_path / name, b"x"))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_in_a_jsonl_file_is_its_rows(indent: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS, indent=indent) + "\n")
+    assert read(path) == ROWS
+    path.write_text("[1, 2]\n[3]\n")
+    assert read(path) == [[1, 2], [3]]
+    path.write_text("[\n{},\n")
+    with pytest.raises(ConfigError, match="line 1 is not valid JSON"):
+        read(path)
+
+
+def test_a_line_with_an_array_of_turns_is_one_row(tmp_path: Path) -> None:
+    path, turns = tmp_path / "rows.jsonl", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text(json.dumps(turns))
+    assert read(path) == [turns]

@@ -39,7 +39,7 @@ GUESSES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"instruction": "a", "input": "", "output": "b", "category": "open"}),
     ("sft", {"prompt": "a", "completion": "b"}),
     ("grpo", {"messages": [ASKED], "answer": "4"}),
-    ("grpo", {"prompt": "a", "answer": "b"}),
+    ("sft", {"prompt": "a", "answer": "b"}),
     ("preference", {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}),
     ("preference", {"messages": [ASKED, GIVEN], "label": True}),
     ("classify", {"text": "a b", "label": 3}),
@@ -104,13 +104,13 @@ def test_rows_that_no_task_reads_are_refused_in_a_sentence(tmp_path: Path) -> No
 
 
 def test_what_is_read_is_shown_and_the_data_stay(tmp_path: Path, capsys: Captured) -> None:
-    rows = [{"messages": [ASKED, GIVEN], "tools": "x"}, {"prompt": "a", "completion": "b"}, {"prompt": "a"}, "{"]
+    rows = [{"messages": [ASKED, GIVEN], "note": "x"}, {"prompt": "a", "completion": "b"}, {"prompt": "a"}, "{"]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     before = path.read_bytes()
     out = shown(capsys, path)
     flat = " ".join(out.split())
     assert "form messages in 1 row, prompt + completion in 1 used" in flat
-    assert "not used tools in 1 row" in flat
+    assert "not used note in 1 row" in flat
     assert "left out 2 of 4 rows" in flat
     assert "line 4 is not valid JSON" in flat
     assert "assistant: ⟦4⟧" in out
@@ -172,11 +172,17 @@ def test_rows_are_written_in_one_form_that_reads_the_same(tmp_path: Path, capsys
     assert "is the data itself" in capsys.readouterr().err
 
 
-def test_a_damaged_file_is_read_as_far_as_possible(tmp_path: Path) -> None:
+def test_a_damaged_row_is_left_out_and_a_damaged_file_is_read_as_far_as_possible(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('text,label\ngood one,x\nbad one,y\n"open,z\n')
     found = looked(path).splits[0]
-    assert (found.usable, "is not valid CSV" in str(found.problem)) == (2, True)
+    assert (found.usable, "is not valid CSV" in found.left_out[0].first) == (2, True)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(folder / "a.jsonl", [{"text": "good one", "label": "x"}, {"text": "bad one", "label": "y"}])
+    (folder / "b.json").write_text("[{")
+    found = looked(folder).splits[0]
+    assert (found.usable, "b.json is not valid JSON" in str(found.problem)) == (2, True)
 
 
 def test_a_model_shows_its_tokens(tmp_path: Path) -> None:
@@ -220,3 +226,54 @@ def test_init_proposes_the_task_of_the_rows(
     assert cli(["init", "a.yaml", "--text", str(labeled_rows(tmp_path / "rows.jsonl")), *model]) == 0
     assert "rows with text + label, for task classify" in capsys.readouterr().err
     assert yaml.safe_load(Path("a.yaml").read_text())["task"] == "classify"
+
+
+def test_rows_that_are_lists_of_turns_are_conversations(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [[ASKED, GIVEN], [ASKED], {"messages": [ASKED, GIVEN]}])
+    found = looked(path)
+    (split,) = found.splits
+    assert (found.task, split.usable, split.left_out[0].rows) == ("sft", 2, 1)
+    assert (split.forms, split.used) == ({"messages": 2}, {"messages": 2})
+    assert [part.name for part in found.examples[0].parts] == ["user", "assistant"]
+
+
+BROKEN: list[tuple[str, str]] = [
+    ("{\n  'text': 'a'\n}\n", "line 1 is not valid JSON"),
+    ("{'text': 'a'}\n", "line 1 is not valid JSON: Expecting property name"),
+    ('{"text": "a", "label": "x"},\n{"text": "b", "label": "y"},\n', "line 1 is not valid JSON: Extra data"),
+    ('{\n  "text": "a"\n}\n', "line 1 is not valid JSON"),
+    ('[\n{"text": "a"},\n', "line 1 is not valid JSON"),
+    ("3\n4\n", "line 1 is of type int instead of an object with columns"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN, ids=range(len(BROKEN)))
+def test_lines_that_are_no_rows_are_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        looked(path)
+
+
+def test_the_reason_of_the_task_that_fits_best_is_named(tmp_path: Path) -> None:
+    good = {"messages": [ASKED, GIVEN]}
+    path = write_rows(tmp_path / "rows.jsonl", [good, good, *[{"messages": [{"role": "wizard", "content": "a"}]}] * 5])
+    with pytest.raises(ConfigError, match=r"only 2 of the first 7 rows are valid for a task; as sft: .*line 3"):
+        looked(path)
+
+
+def test_a_folder_from_the_hub_is_guessed_from_its_rows(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# A dataset\n")
+    for part in ("train", "test"):
+        write_rows(folder / f"{part}.jsonl", [{"messages": [ASKED, GIVEN], "source": part}])
+    found = looked(folder)
+    assert (found.task, found.splits[0].rows, found.splits[0].left_out) == ("sft", 1, ())
+    assert capsys.readouterr().err.count("warning: 1 text file beside files with rows left out (README.md)") == 1
+    for part in ("train", "test"):
+        write_rows(folder / f"{part}.jsonl", [{"text": f"{part} {label}", "label": label} for label in "xy"])
+    found = looked(folder)
+    assert (found.task, found.splits[0].rows, found.splits[0].left_out) == ("classify", 2, ())
+    source = open_sources(DataConfig(dataset_name=str(folder))).train
+    assert "# A dataset" in "".join(piece.text for piece in source.read()), "pretraining reads all files"

@@ -31,6 +31,7 @@ MAX_JSON = 256 << 20  # characters of a .json file, which is parsed in one piece
 MAX_VALUES = 8_000_000  # maximum values in one JSON text; Python needs up to 100 bytes for each
 MAX_DEPTH = 100  # levels of nesting in one row
 USUAL = FileFormat()
+_TURN_KEYS = {"role", "from"}  # one of them is in each turn of a chat
 
 
 class Piece(NamedTuple):
@@ -179,6 +180,9 @@ def _read_text(path: Path, encoding: str) -> Iterator[Piece]:
 
 
 def _jsonl_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
+    if (values := _whole_array(path, encoding)) is not None:
+        yield from _numbered(path, values)
+        return
     for line in read_lines(path, encoding=encoding):
         if line.problem:
             yield line
@@ -187,6 +191,26 @@ def _jsonl_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
             yield SourceRow(line.where, _parse_json(line.value, line.where))
         except ConfigError as error:
             yield SourceRow(line.where, None, str(error))
+
+
+def _whole_array(path: Path, encoding: str) -> list[Any] | None:
+    """Returns the objects of a .jsonl file that is one JSON array, as a .json file is; None for any other file.
+
+    An array of turns on one line is a row, not a file.
+    """
+    first, *others = [*islice(read_lines(path, encoding=encoding), 2), None]
+    if first is None or first.problem or not first.value.lstrip().startswith("["):
+        return None
+    with open_text(path, encoding) as file:
+        text = file.read(MAX_JSON + 1)
+    try:
+        values = _parse_json(text, str(path)) if len(text) <= MAX_JSON else None
+    except ConfigError:  # the lines are read one by one, which names the damaged one
+        return None
+    if not isinstance(values, list) or not values or not all(isinstance(value, dict) for value in values):
+        return None
+    is_row = others == [None] and all(not _TURN_KEYS.isdisjoint(value) for value in values)
+    return None if is_row else values
 
 
 def _has_value_per_line(path: Path, encoding: str) -> bool:

@@ -251,18 +251,21 @@ def _files_source(
 ) -> Source:
     """Opens files as one source.
 
-    Text files have rows only with `label_of`: one row per file if it returns a label, one per line if None. Documents
-    beside files with rows have none.
+    Text files have rows only with `label_of`: one row per file if it returns a label, one per line if None. Documents,
+    and text files without a label such as README.md, have none beside files with rows.
     """
     notes, sizes = list[str](), dict[Path, int]()
     if any(map(format_of, files)):
         from sansgpu.data.documents.collection import readable_files  # most runs read no documents
 
         files, notes, sizes = readable_files(files, progress)
-    documents = frozenset() if all(map(_is_text, files)) else frozenset(sizes)
-    named = {str(path.relative_to(root)): path for path in files}
     columns = Columns.of(data)
     header, tag_column, configured = columns.has_header, columns.tag, columns.format
+    rowless = frozenset[Path]()
+    if not all(map(_is_text, files)) and tag_column is None:
+        texts = (path for path in files if _is_text(path) and not (label_of is not None and label_of(path)))
+        rowless = frozenset(sizes).union(texts)
+    named = {str(path.relative_to(root)): path for path in files}
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
     if name != PYTHON_STDLIB:
         settings += *configured.settings, *filter(None, (describe_file(path, configured) for path in files))
@@ -274,11 +277,11 @@ def _files_source(
             yield from read_documents(path, data.text_column, name == PYTHON_STDLIB, header, configured)
 
     def rows() -> Iterator[SourceRow]:
-        if documents:
+        if rowless:
             from sansgpu.data.documents.collection import warn_of_left_out
 
-            warn_of_left_out(documents)
-        for path in (path for path in files if path not in documents):
+            warn_of_left_out(rowless)
+        for path in (path for path in files if path not in rowless):
             if label_of is not None and _is_text(path):
                 column = "text" if data.text_column is None else data.text_column
                 yield from text_file_rows(path, label_of(path), column, configured.encoding)

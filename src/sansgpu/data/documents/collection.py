@@ -100,12 +100,15 @@ def _named(paths: Iterable[Path]) -> str:
 
 
 @cache
-def warn_of_left_out(documents: frozenset[Path]) -> None:
-    """Warns once that documents beside files with rows are left out."""
+def warn_of_left_out(files: frozenset[Path]) -> None:
+    """Warns once that documents and text files beside files with rows are left out."""
     if find_world().rank == 0:
+        documents = sum(format_of(path) is not None for path in files)
+        kinds = {"document": documents, "text file": len(files) - documents}
+        named = " and ".join(counted(number, kind) for kind, number in kinds.items() if number)
         write_line(
-            f"warning: {counted(len(documents), 'document')} beside files with rows left out "
-            f"({_named(sorted(documents))}); put documents into a folder of their own to use their text."
+            f"warning: {named} beside files with rows left out ({_named(sorted(files))}); put "
+            f"{'documents' if documents else 'texts'} into a folder of their own to use their text."
         )
 
 

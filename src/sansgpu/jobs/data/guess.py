@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sansgpu.config import ConfigError, UnreachableError
 from sansgpu.config.data import DataConfig
-from sansgpu.data.files import file_form, read_rows
+from sansgpu.config.wording import counted
+from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_rows
 from sansgpu.data.forms.form import Form, Forms, resolve_columns
 from sansgpu.data.forms.graphs import FACT_KEYS, has_bare_triples
 from sansgpu.data.forms.registry import FORMS
@@ -64,12 +65,14 @@ class OpenedData:
         """
         sources, data, _ = self.open(kind)
         columns = Columns.of(data)
-        is_special = has_documents(sources.train, kind) or _has_triples(sources.train, kind, columns)
+        source = sources.train
+        has_only_documents = has_documents(source, kind) and not _has_row_files(source)
+        is_special = has_only_documents or _has_triples(source, kind, columns)
         key = id(sources), kind if is_special else ""
         if key not in self._first:
             rows, problem = list[SourceRow](), None
             try:
-                for row in islice(rows_of(sources.train, kind, columns), GUESSED_ROWS):
+                for row in islice(rows_of(source, kind, columns) if is_special else source.rows(), GUESSED_ROWS):
                     rows.append(row)
             except ConfigError as error:  # of a damaged file, the rows before the damage are used
                 problem = error
@@ -99,6 +102,10 @@ def has_documents(source: Source, kind: str) -> bool:
     return kind == "texts" and not all(map(_has_rows, one_of_each_suffix.values()))
 
 
+def _has_row_files(source: Source) -> bool:
+    return any(file_form(path) not in TEXT_SUFFIXES for path in source.files.values())
+
+
 def _has_rows(path: Path) -> bool:
     try:
         next(read_rows(path), None)
@@ -123,6 +130,7 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
     found: list[tuple[tuple[Any, ...], list[TaskFit]]] = []
     problems: list[ConfigError] = []
     seen: list[SourceRow] = []
+    closest: tuple[str, _Fit] | None = None  # the kind of rows of which most are valid, if none has enough
     for place, kind in enumerate((*ORDER, *(kind for kind in FORMS if kind not in ORDER))):
         try:
             first, columns, problem = opened.first_rows(kind)
@@ -134,36 +142,60 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
             continue
         problems += [problem] if problem else []
         seen = sample or seen
-        if sample and (fit := _fit(FORMS[kind], sample, columns)) is not None:
-            quality, form = fit
-            tasks = [TaskFit(task, form) for task, settings in SCHEMA.tasks.tasks.items() if settings.rows == kind]
-            found.append(((*quality, place), tasks))
+        if not sample:
+            continue
+        fit = _fit(FORMS[kind], sample, columns)
+        if fit.is_good:
+            found.append(((*fit.quality, place), [TaskFit(task, fit.form) for task in _tasks_of(kind)]))
+        elif fit.valid and (closest is None or fit.valid > closest[1].valid):
+            closest = kind, fit
     if not found:
-        raise _nothing_fits(name, seen, problems)
+        raise _nothing_fits(name, seen, problems, closest)
     found.sort(key=lambda one: one[0])
     fewest_unused = found[0][0][0]
     return [fit for quality, fits in found if quality[0] == fewest_unused for fit in fits]
 
 
-def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> tuple[tuple[float, float, float], str] | None:
-    """Returns how well forms fit rows, less for better, and the form of the first valid one; None if they do not.
+def _tasks_of(kind: str) -> list[str]:
+    return [task for task, settings in SCHEMA.tasks.tasks.items() if settings.rows == kind]
 
-    Measured by the columns that are not used, then by columns of the form that are missing, then by invalid rows.
+
+class _Fit(NamedTuple):
+    """How well forms fit rows, with less for better in `quality`, and the form of the first valid row.
+
+    The quality is measured by the columns that are not used, then by columns of the form that are missing, then by
+    invalid rows.
     """
+
+    rows: int
+    valid: int
+    quality: tuple[float, float, float]
+    form: str
+    problem: str | None  # of the first invalid row
+
+    @property
+    def is_good(self) -> bool:
+        return self.valid >= max(1, MIN_VALID * self.rows)
+
+
+def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> _Fit:
     unused, missing, valid, name = 0, 0, 0, ""
+    problem: str | None = None
     for row in sample:
         try:
             forms.read(row, columns)
-        except BadRowError:
+        except BadRowError as error:
+            problem = problem or str(error)
             continue
         valid += 1
-        if (form := forms.form_of(row.value, columns)) is not None:
+        if (form := forms.form_of(row.value, columns)) is not None and isinstance(row.value, dict):
             unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
             missing += _is_incomplete(form, row, forms)
             name = name or form.name
-    if valid < max(1, MIN_VALID * len(sample)):
-        return None
-    return (round(unused / valid, 1), round(missing / valid, 1), -valid / len(sample)), name
+    share = max(1, valid)
+    return _Fit(
+        len(sample), valid, (round(unused / share, 1), round(missing / share, 1), -valid / len(sample)), name, problem
+    )
 
 
 def _is_incomplete(form: Form[Any], row: SourceRow, forms: Forms[Any]) -> bool:
@@ -172,11 +204,25 @@ def _is_incomplete(form: Form[Any], row: SourceRow, forms: Forms[Any]) -> bool:
     return forms is not FORMS["texts"] and (lacks or form.keys == _TEXT)
 
 
-def _nothing_fits(name: str, sample: list[SourceRow], problems: list[ConfigError]) -> ConfigError:
+def _nothing_fits(
+    name: str, sample: list[SourceRow], problems: list[ConfigError], closest: tuple[str, _Fit] | None
+) -> ConfigError:
+    """Returns the error about rows that no task reads, with the reason that helps most."""
+    if closest is not None:
+        kind, fit = closest
+        return ConfigError(
+            f"{name}: only {fit.valid:,} of the first {counted(fit.rows, 'row')} are valid for a task; as "
+            f"{_tasks_of(kind)[0]}: {fit.problem}"
+        )
     first = next((row.value for row in sample if isinstance(row.value, dict)), None)
-    if first is None:
-        return problems[0] if problems else ConfigError(f"{name} has no rows; add some.")
-    return ConfigError(
-        f"{name}: no task reads rows with {column_names(first)}; choose one with --task to see what its rows lack, or "
-        "name the columns with --set data.text_column=NAME and --set data.label_column=NAME."
-    )
+    if first is not None:
+        return ConfigError(
+            f"{name}: no task reads rows with {column_names(first)}; choose one with --task to see what its rows lack, "
+            "or name the columns with --set data.text_column=NAME and --set data.label_column=NAME."
+        )
+    if problems:
+        return problems[0]
+    if not sample:
+        return ConfigError(f"{name} has no rows; add some.")
+    what = f"{sample[0].where} is of type {type(sample[0].value).__name__} instead of an object with columns"
+    return ConfigError(sample[0].problem or f"{what}; choose a task with --task to see what its rows need.")
