@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sansgpu.config.wording import truncate
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.label_columns import flag
 
 SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
@@ -76,21 +77,22 @@ def listed(cell: str) -> list[Any] | None:
     text = cell.strip()
     if text == "set()":
         return []
-    if len(text) < 2 or text[0] + text[-1] not in ("[]", "()", "{}"):
+    value = _tuple(text) if text[:1] + text[-1:] == "()" else parsed_cell(text)
+    if isinstance(value, (list, tuple, set)):
+        return [item for item in value if item is not None]
+    inner = text[1:-1].replace("\n", " ").strip()
+    if text[:1] + text[-1:] != "[]" or "..." in inner or any(sign in inner for sign in "[]{}"):
         return None
+    if quoted := re.findall(r"'([^']*)'|\"([^\"]*)\"", inner):  # other items are null
+        return [one or other for one, other in quoted]
+    return [part.strip() for part in (inner.split(",") if "," in inner else inner.split())]
+
+
+def _tuple(text: str) -> Any:
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        inner = text[1:-1].replace("\n", " ").strip()
-        if text[0] != "[" or any(sign in inner for sign in "[]{}"):
-            return None
-        quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", inner)
-        if quoted:  # numpy writes no commas; null and true are JSON
-            return [one or other for one, other in quoted]
-        return [part.strip() for part in (inner.split(",") if "," in inner else inner.split())]
-    if text[0] == "[" and len(value) == 1 and isinstance(value[0], str) and re.search(r"'\s+'", text):
-        return re.findall(r"'([^']*)'", text)  # numpy's ['a' 'b'] is a single text in Python
-    return [*value] if isinstance(value, (list, tuple, set)) else None
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def is_broken_list(value: Any) -> bool:
