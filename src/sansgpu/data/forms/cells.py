@@ -16,7 +16,7 @@ _NUMPY_LIST = re.compile(rf"\[\s*(?:{_ITEM.pattern})(?:\s+(?:{_ITEM.pattern}))+\
 
 
 def parsed_cell(value: Any) -> Any:
-    """Returns the list or object that a text holds as JSON, Python, NumPy or pandas write it; other values unchanged."""
+    """Returns the list or object that a text holds as JSON, Python, NumPy or pandas write it; others unchanged."""
     if not isinstance(value, str) or len(value) > MAX_CELL_CHARACTERS:
         return value
     text = value.strip()

@@ -24,7 +24,8 @@ ROWS_OF_INDEX, ROWS_OF_CODE = 2, 5
 MAX_DENSITY_OF_CODES = 0.5  # largest share of the numbers between the least and the largest code
 MAX_RARE_CODES = 0.1  # largest share of codes that only one row has
 MIN_LISTS = 0.5  # share of lists from which all cells of a column are read as lists
-MIN_VECTORS = 0.9  # share of 0/1 vectors of the same length from which others are invalid
+# Shares of 0/1 vectors of the same length from which others are invalid: of two numbers, and of more, which repeat one.
+MIN_VECTORS, MIN_LONG_VECTORS = 0.9, 0.6
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,(\d{1,2}|\d{4,})")  # with three digits, it could separate thousands
 _LEADING_ZERO = re.compile(r"-?0\d+")
@@ -137,7 +138,8 @@ def _vectors(lists: Sequence[list[Any]]) -> LabelCells | None:
     bits = Counter(len(value) for value in lists if len(value) > 1 and all(bit(v) is not None for v in value))
     width, count = bits.most_common(1)[0] if bits else (0, 0)
     filled = sum(len(value) > 0 for value in lists)
-    if width < 2 or count < MIN_VECTORS * filled or (width == 2 and filled < len(lists)):
+    least = MIN_VECTORS if width == 2 else MIN_LONG_VECTORS
+    if width < 2 or count < least * filled or (width == 2 and filled < len(lists)):
         return None  # of two labels, a list of both is no vector if other rows have none
     return LabelCells("vector", width=width, why=f"labels are vectors of {width} zeros and ones")
 
