@@ -8,11 +8,17 @@ import re
 from typing import Any
 
 MAX_CELL_CHARACTERS = 1 << 20  # of a list or object; longer cells are texts
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,(\d{1,2}|\d{4,})")  # with three digits, it could separate thousands
 _ARRAY = re.compile(r"\barray\((\[.*?\])(?:,\s*dtype=[^()\[\]]+)?\)", re.DOTALL)  # a list that pandas has written
 _SCALAR = re.compile(r"\bnp\.\w+\(([^()]*)\)")  # an item of a list that NumPy 2 has written
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ITEM = re.compile(rf"{_QUOTED}|[+-]?(?:0|[1-9]\d*)\.?\d*(?:e[+-]?\d+)?|True|False|None")
 _NUMPY_LIST = re.compile(rf"\[\s*(?:{_ITEM.pattern})(?:\s+(?:{_ITEM.pattern}))+\s*\]", re.DOTALL)  # has no commas
+
+
+def with_point(text: str) -> str:
+    """Returns a number with a decimal comma with a point instead; other texts unchanged."""
+    return text.replace(",", ".") if DECIMAL_COMMA.fullmatch(text) else text
 
 
 def parsed_cell(value: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sansgpu.config.wording import truncate
-from sansgpu.data.forms.cells import parsed_cell
+from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_cell, with_point
 from sansgpu.data.forms.label_columns import flag
 
 SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
@@ -27,7 +27,6 @@ MIN_LISTS = 0.5  # share of lists from which all cells of a column are read as l
 # Shares of 0/1 vectors of the same length from which others are invalid: of two numbers, and of more, which repeat one.
 MIN_VECTORS, MIN_LONG_VECTORS = 0.9, 0.6
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,(\d{1,2}|\d{4,})")  # with three digits, it could separate thousands
 _LEADING_ZERO = re.compile(r"-?0\d+")
 _BITS = re.compile(r"[01](\s*[,;|\s]\s*[01])+")
 
@@ -64,9 +63,7 @@ def bit(value: Any) -> bool | None:
 def number_of(value: Any) -> float | None:
     """Converts a label that is a number, or text with one, to float; None if it is not a finite number."""
     if isinstance(value, str):
-        text = value.strip()
-        if _DECIMAL_COMMA.fullmatch(text):
-            text = text.replace(",", ".")
+        text = with_point(value.strip())
         value = float(text) if _NUMBER.fullmatch(text) else None
     if value is None or isinstance(value, (bool, list)) or abs(value) > MAX_NUMBER:
         return None
@@ -179,7 +176,7 @@ def _is_separator(texts: Sequence[str], separator: str) -> bool:
 
 def _are_decimals(cells: Sequence[str]) -> bool:
     """Returns whether cells are numbers with a decimal comma instead of several numbers of labels."""
-    if not all(_DECIMAL_COMMA.fullmatch(cell) or _NUMBER.fullmatch(cell) for cell in cells):
+    if not all(DECIMAL_COMMA.fullmatch(cell) or _NUMBER.fullmatch(cell) for cell in cells):
         return False
     pairs = [cell.split(",") for cell in cells if "," in cell]
     falls = any(int(whole) >= int(part) or _LEADING_ZERO.match(part) for whole, part in pairs)
