@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sansgpu.config import DataConfig
+from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import describe_file
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.rows import SourceRow
@@ -272,8 +272,17 @@ def test_a_field_of_many_lines_does_not_hide_the_columns(tmp_path: Path) -> None
 
 def test_equal_names_of_columns_lose_no_column(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    rows(path, "text,text,,label\na,b,c,pos\n")
-    assert [row.value for row in opened(path).rows()] == [{"text 0": "a", "text": "b", "column 2": "c", "label": "pos"}]
+    rows(path, "note,note,,label\na,b,c,pos\n")
+    assert [row.value for row in opened(path).rows()] == [{"note 0": "a", "note": "b", "column 2": "c", "label": "pos"}]
+
+
+@pytest.mark.parametrize("header", ["text,label,text", "label, text,text", "text,label,label"])
+def test_equal_names_of_columns_that_are_read_are_refused(tmp_path: Path, header: str) -> None:
+    with pytest.raises(ConfigError, match=r"a\.csv: its header has the column \w+ more than once \(columns \d and \d\)"):
+        rows(tmp_path / "a.csv", f"{header}\na,b,c\n")
+    assert len(rows(tmp_path / "a.csv", "note,note,label\na,b,c\n")) == 1
+    with pytest.raises(ConfigError, match="the column note more than once"):
+        rows(tmp_path / "a.csv", "note,note,label\na,b,c\n", text_column="note")
 
 
 def test_what_was_recognized_is_said_in_one_line(tmp_path: Path) -> None:

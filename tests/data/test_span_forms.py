@@ -365,3 +365,22 @@ def test_documents_of_spacy_2_have_sentences() -> None:
 def test_rows_to_predict_have_the_same_forms(row: Any, text: str) -> None:
     (single,) = TAGGED.single_rows([SourceRow("rows.jsonl, line 1", row)])
     assert untagged_text(single).text == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tags"),
+    [
+        ("['Rome' 'fell']", "['B-LOC' 'O']"),
+        ("""["Rome" 'fell']""", "['B-LOC'\n 'O']"),
+        ("array(['Rome', 'fell'], dtype=object)", "array(['B-LOC', 'O'],\n      dtype='<U5')"),
+        ("[np.str_('Rome'), np.str_('fell')]", '["B-LOC", "O"]'),
+        ("Rome fell", "['B-LOC' 'O']"),
+    ],
+)
+def test_lists_in_cells_are_read_as_numpy_and_pandas_write_them(tokens: str, tags: str) -> None:
+    assert one({"tokens": tokens, "tags": tags}) == (["Rome LOC"], [])
+
+
+def test_numbers_in_cells_are_tags_as_numpy_writes_them() -> None:
+    spans, notes = one({"tokens": "['a' 'b' 'c']", "tags": "[1 2 0]"}, labels=["O", "B-PER", "I-PER"])
+    assert spans == ["a b PER"], notes

@@ -113,3 +113,9 @@ def test_the_forms_may_differ_from_row_to_row_and_are_read_from_files(tmp_path: 
     (tmp_path / "rows.csv").write_text('query,pos,neg\na,p,"[""m"", ""n""]"\n')
     source = open_sources(EmbeddingDataConfig(dataset_name=str(tmp_path / "rows.csv"))).train
     assert [one.texts for one in read_text_rows(source.rows(), Columns(), RowReport("fail"))] == [("a", "p", "m", "n")]
+
+
+@pytest.mark.parametrize("name", ["score", "label"])
+def test_scores_may_have_a_decimal_comma(name: str) -> None:
+    rows = [SourceRow(f"row {n}", {"text1": "a", "text2": "b", name: score}) for n, score in enumerate(["4,8", " 0.5"])]
+    assert [row.score for row in read_text_rows(rows, Columns(), RowReport("fail"))] == [4.8, 0.5]

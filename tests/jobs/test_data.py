@@ -277,3 +277,16 @@ def test_a_folder_from_the_hub_is_guessed_from_its_rows(tmp_path: Path, capsys: 
     assert (found.task, found.splits[0].rows, found.splits[0].left_out) == ("classify", 2, ())
     source = open_sources(DataConfig(dataset_name=str(folder))).train
     assert "# A dataset" in "".join(piece.text for piece in source.read()), "pretraining reads all files"
+
+
+def test_numbers_with_decimal_commas_are_labels(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text;label\n" + "".join(f"text {n};{n},5\n" for n in range(4)))
+    scores = looked(tmp_path / "rows.csv", task="classify").scores
+    assert (scores.smallest, scores.largest) == (0.5, 3.5)
+
+
+def test_the_reason_is_given_why_spans_do_not_fit(tmp_path: Path) -> None:
+    spans = [{"start": 0, "end": 3, "label": "PER"}], [{"start": 5, "end": 40, "label": "PER"}]
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "Ada lived here.", "spans": given} for given in spans])
+    (reason,) = looked(path, task="tokens").splits[0].left_out
+    assert "span 0 from 5 to 40 is empty or not within the 15 characters of the text" in str(reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
@@ -78,7 +78,14 @@ def spelling_of(tags: Iterable[str]) -> TagSpelling | None:
     given = found - {OUTSIDE, "o"}
     if not given or given == found:
         return None
-    return next((one for one in _SPELLINGS if all(map(one.pattern.fullmatch, given))), None)
+    return next((one for one in _SPELLINGS if _is_spelled(given, one)), None)
+
+
+def _is_spelled(tags: Collection[str], spelling: TagSpelling) -> bool:
+    """Returns whether all tags are spelled this way, or most are and begin and continue the same label."""
+    found = [match for tag in tags if (match := spelling.pattern.fullmatch(tag))]
+    labels = [{match["label"] for match in found if match["prefix"].upper() == prefix} for prefix in "BI"]
+    return len(found) == len(tags) or (2 * len(found) > len(tags) and not labels[0].isdisjoint(labels[1]))
 
 
 class _TagColumn(NamedTuple):

@@ -12,6 +12,7 @@ from sansgpu.config.wording import counted, truncate
 from sansgpu.data.rows import BadRowError, LeftOutError
 
 SKIPPED_WITHOUT_LIMIT = 10  # invalid rows that may always be skipped, so that a small sample can be tried
+MAX_PROBLEMS = 1000  # error messages to keep
 MAX_UNUSED_CHARACTERS = 400  # of the list of columns that are not used
 
 _Row = TypeVar("_Row")
@@ -40,6 +41,7 @@ class RowReport:
         self.rows = 0  # of the source
         self.skipped = 0
         self.first: str | None = None  # error message of the first invalid row
+        self.problems: dict[str, str] = {}  # error messages of the first invalid rows, by location
 
     @classmethod
     def of(cls, data: DataConfig) -> RowReport:
@@ -62,6 +64,8 @@ class RowReport:
                 if self._fail:
                     raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
                 self.first = self.first or str(error)
+                if len(self.problems) < MAX_PROBLEMS:
+                    self.problems[getattr(row, "where", "")] = str(error)
                 self.skipped += 1
             else:
                 yield value

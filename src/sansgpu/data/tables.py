@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from sansgpu.config import ConfigError
 from sansgpu.config.data import DataConfig
+from sansgpu.config.wording import truncate
 from sansgpu.data.formats.dialects import MAX_EMPTY, Dialect, FileFormat, empty_words, recognize_table
 from sansgpu.data.formats.encodings import AUTO
 from sansgpu.data.formats.names import TABLES
@@ -117,7 +118,7 @@ def read_table(path: Path, header: Header, configured: FileFormat) -> Iterator[S
         if first is not None:
             fields = first.row.readable_value()[dialect.header_index :]
             _require_columns(first, fields)
-            columns = _column_names(fields, configured)
+            columns = _column_names(path, fields, configured)
         table = _TableRows(path, dialect, configured, columns)
         for line in lines:
             row = table.row(line)
@@ -170,10 +171,19 @@ def _bounded_lines(path: Path, encoding: str) -> Iterator[TextLine]:
             yield TextLine(number, line, problem)
 
 
-def _column_names(fields: Sequence[str], configured: FileFormat) -> list[str]:
-    """Returns the names of the columns. Without a name it is the number; of equal names, only the last one is kept."""
+def _column_names(path: Path, fields: Sequence[str], configured: FileFormat) -> list[str]:
+    """Returns the names of the columns. Without a name it is the number; of equal names, only the last one is kept.
+
+    Raises ConfigError if equal names are those of a column that is read, such as `text`.
+    """
     names = [field if field in configured.values else field.strip() for field in fields]
     last = {name: number for number, name in enumerate(names)}
+    for number, name in enumerate(names):
+        if name in configured.values and last[name] != number:
+            raise ConfigError(
+                f"{path}: its header has the column {truncate(name)} more than once (columns {number} and "
+                f"{last[name]}); give each a different name."
+            )
     return [
         name if name and last[name] == number else f"{name or 'column'} {number}" for number, name in enumerate(names)
     ]

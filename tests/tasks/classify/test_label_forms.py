@@ -115,6 +115,8 @@ SEVERAL: dict[str, tuple[list[Any], list[str], list[list[int]]]] = {
     "Python": (["['a', 'b']", "['c']", "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
     "JSON": (['["a", "b"]', '["c"]', "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
     "numpy": (["['a' 'b']", "['c']", "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
+    "both quotes": (["""["women's" 'men']""", "['men']", "[]"], ["men", "women's"], [[1, 1], [1, 0], [0, 0]]),
+    "arrays": (["array(['a', 'b'], dtype=object)", "array(['b'], dtype='<U1')"], ["a", "b"], [[1, 1], [0, 1]]),
     "numpy's numbers": (["[ 2 27]", "[3]", "[27]"], ["2", "3", "27"], [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
     "without quotes": (["[a, b]", "[c]", "[]"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
     "bars": (["a|b", "c", "b|c"], ["a", "b", "c"], [[1, 1, 0], [0, 0, 1], [0, 1, 1]]),
@@ -170,11 +172,26 @@ def test_the_separator_and_the_kind_can_be_set(tmp_path: Path) -> None:
     assert "labels such as 'Home, Garden' are read as one label" in said(corpus)
 
 
+def test_one_odd_vector_of_few_does_not_change_the_others(tmp_path: Path) -> None:
+    path = labeled(tmp_path, ["[1, 0, 0]", "[0, 1, 1]", "[0, 1]", "[0 0 1]"])
+    with pytest.raises(ConfigError, match="row 3: its label is '.*' with 2 values, but others are vectors of 3"):
+        prepared(path)
+    assert prepared(path, data__on_bad_row="skip")[0].labels == ["0", "1", "2"]
+
+
+def test_a_column_that_identifies_rows_is_no_text(tmp_path: Path) -> None:
+    for name in ("id", "_id", "idx", "uuid"):
+        path = table(tmp_path / "rows.csv", [[name, "label"], ["a1", "x"], ["b2", "y"]])
+        with pytest.raises(ConfigError, match=f"has the columns {name}, label, of which none looks like a text; set"):
+            prepared(path)
+    assert prepared(path, data__text_column="uuid")[0].labels == ["x", "y"]
+
+
 def test_vectors_of_another_length_and_probabilities_are_bad_rows(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"text": f"a {n}", "label": [n % 2, 1, 0]} for n in range(20)]
     path = write_rows(tmp_path / "rows.jsonl", [*rows, {"text": "b", "label": [1, 0]}])
     with pytest.raises(
-        ConfigError, match=r"line 21: its label is \[1, 0\], but others are vectors of 3 zeros and ones"
+        ConfigError, match=r"line 21: its label is \[1, 0\] with 2 values, but others are vectors of 3 zeros and ones"
     ):
         prepared(path)
     path = write_rows(tmp_path / "rows.jsonl", rows)

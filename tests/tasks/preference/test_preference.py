@@ -184,6 +184,12 @@ def test_a_row_is_never_divided_within_an_answer(row: Any, prompt: list[str], ch
     assert read_pair(row) == (prompt, chosen, rejected)
 
 
+def test_a_common_beginning_ends_with_a_word() -> None:
+    assert read_pair({"chosen": "The sky is blue", "rejected": "The sky is black"}) == (
+        ["user The sky is"], " blue", " black",
+    )  # fmt: skip
+
+
 def test_marked_texts_stay_the_same_rows_without_a_chat_template() -> None:
     (one, other) = PREFERENCES.read(SourceRow("row 1", {"chosen": f"{HH} c", "rejected": f"{HH} d"})).conversations
     assert (one.plain, other.plain) == ((HH, " c"), (HH, " d"))
@@ -192,10 +198,10 @@ def test_marked_texts_stay_the_same_rows_without_a_chat_template() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"chosen": "The sky is blue", "rejected": "The sky is green"},
-         "has no prompt, because the common beginning of chosen and rejected ends within a line; add a column prompt"),
-        ({"prompt": None, "topic": "p", "chosen": "The sky is blue", "rejected": "The sky is green"},
-         "ends within a line; add a column prompt, or rename the one that has it (topic)"),
+        ({"chosen": "yes", "rejected": "yesterday"}, "rejected begins with all of chosen"),
+        ({"chosen": "blue", "rejected": "black"}, "has no prompt, because chosen and rejected have no common beginning"),
+        ({"prompt": None, "topic": "p", "chosen": "It is blue", "rejected": "The sky is green"},
+         "no common beginning; add a column prompt, or rename the one that has it (topic)"),
         ({"chosen": f"{HH} a\n\nHuman: b", "rejected": f"{HH} c"}, "ends chosen with a turn of Human"),
         ({"chosen": f"{HH} a", "rejected": f"{HH} "}, "has an empty rejected"),
         ({"chosen": f"{HH} a", "rejected": f"\n\nHuman: x{HH} b"}, "has different turns before the last answers"),

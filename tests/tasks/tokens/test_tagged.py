@@ -208,3 +208,19 @@ def test_odd_values_are_read_or_answered_by_one_sentence() -> None:
             assert all(len(text.tags) == len(text.starts) for text in texts)
     assert 100 < len(refused) < 600
     assert all(said.startswith("rows.jsonl, line 7: ") and len(said) < 700 for said in refused)
+
+
+@pytest.mark.parametrize(
+    ("tags", "problem"),
+    [
+        (["B-PER", "I-PER", "X-PER", "O"], "its tag 'X-PER' is neither O nor starts with B-"),
+        (["b-per", "i-per", "x-per", "O"], "its tag 'x-per' is neither O nor starts with B-"),
+        (["B_PER", "I_PER", "PER", "O"], "its tag 'PER' is neither O nor starts with B-"),
+        (["B-", "I-", "O"], "its tag 'B-' has no label, as in B-PER"),
+        (["B-PER", "B-", "O"], "its tag 'B-' has no label, as in B-PER"),
+    ],
+)
+def test_tags_that_are_spelled_unlike_the_others_are_bad_rows(tags: list[str], problem: str) -> None:
+    rows = [{"tokens": [tag], "tags": [tag]} for tag in tags]
+    with pytest.raises(BadRowError, match=problem):
+        tagged(SourceRow(f"row {number}", row) for number, row in enumerate(rows, 1))

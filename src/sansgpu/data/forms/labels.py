@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
-from sansgpu.data.forms.label_columns import NO_FLAG, flag, flag_columns, main_text
+from sansgpu.data.forms.label_columns import NO_FLAG, flag, flag_columns, is_id_column, main_text
 from sansgpu.data.forms.pairs import PAIR_COLUMNS
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
@@ -104,6 +104,11 @@ def _labeled_by_columns(row: SourceRow, columns: Columns) -> LabeledText:
 
 def _with_label(row: SourceRow, columns: Columns, label: Any) -> LabeledText:
     text, pair = _text_columns(row.value, columns)
+    if columns.text is None and text is not None and is_id_column(text):
+        raise BadRowError(
+            f"{row.where} has the columns {column_names(row.value)}, of which none looks like a text; set "
+            "data.text_column to the column with the text."
+        )
     if columns.pair is not None and pair is None:
         raise missing_column(row.value, columns.pair, "data.text_pair_column", row.where)
     read = _texts(row, _without_labels(row.value, columns), text, pair)

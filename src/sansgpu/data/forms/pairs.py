@@ -19,6 +19,7 @@ from sansgpu.data.forms.anchors import (
     single_positives,
     texts_in,
 )
+from sansgpu.data.forms.cells import with_point
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import (
@@ -208,7 +209,7 @@ def _score(row: SourceRow, value: Any) -> float:
 
 def _finite(value: Any) -> float | None:
     try:
-        number = float(value)
+        number = float(with_point(value.strip()) if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

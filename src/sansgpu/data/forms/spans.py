@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sansgpu.data.conll import OUTSIDE
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.form import is_empty, unused_columns
 from sansgpu.data.forms.offsets import GivenSpan, SpannedText
 from sansgpu.data.rows import LeftOutError, Row, SourceRow, column_names
@@ -26,7 +25,6 @@ _ENDS = (
 )  # fmt: skip
 _LABELS = ("label", "labels", "hypertextlabels", "entity", "entity_group", "entity_type", "type", "tag", "Type", "obj")
 _SAME = ("token_start", "token_end")  # of Prodigy and `sansgpu predict`; they follow from the offsets
-_MAX_LITERAL = 1 << 20  # characters of a list in a table's cell
 _LEFT_OUT = ("reject", "ignore")  # answers of Prodigy
 
 
@@ -80,8 +78,7 @@ def unused_of_spans(row: Row, columns: Columns) -> Iterator[str]:
 
 def _listed(value: Any) -> list[Any] | None:
     """Returns the spans of a column as a list, or None if it has none."""
-    if isinstance(value, str):
-        value = literal(value)
+    value = parsed_cell(value)
     if isinstance(value, dict):  # {"start": [0], "end": [5], "label": ["PER"]}, or spaCy's groups of spans
         lists = [inner for inner in value.values() if isinstance(inner, list)]
         if _first(value, _STARTS) is not None and len({*map(len, lists)}) == 1 and len(lists) == len(value):
@@ -89,20 +86,6 @@ def _listed(value: Any) -> list[Any] | None:
         groups = [group for group in lists if group]
         return groups[0] if len(groups) == 1 and len(lists) == len(value) else None
     return value if isinstance(value, list) else None
-
-
-def literal(text: str) -> Any:
-    """Parses a list or object that a table has as text, in JSON or Python's notation; otherwise returns the text."""
-    if text.strip()[:1] not in ("[", "{") or len(text) > _MAX_LITERAL:
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return text
 
 
 def _spans(value: Any) -> list[RawSpan]:

@@ -14,6 +14,7 @@ from sansgpu.data.conll import DOCUMENT_START, ConllLayout, conll_layout
 from sansgpu.data.files import file_form
 from sansgpu.data.formats.names import TABLES
 from sansgpu.data.formats.opening import suffix_of
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.forms.offsets import SpannedText
 from sansgpu.data.forms.sentences import SENTENCE_NAMES, tagged_rows, word_columns
@@ -25,7 +26,6 @@ from sansgpu.data.forms.spans import (
     is_label_studio,
     label_studio_task,
     label_studio_text,
-    literal,
     span_column,
     span_items,
     spanned_text,
@@ -87,7 +87,7 @@ def _list(value: Any) -> Any:
     """Returns a list that a table has as text: in JSON, in Python's or NumPy's notation, or words between spaces."""
     if not isinstance(value, str):
         return value
-    found = literal(value)
+    found = parsed_cell(value)
     return found if isinstance(found, list) else value.split()
 
 
@@ -106,8 +106,7 @@ def _tag_column(row: Row) -> str | None:
 
 def _sentence_column(row: Row) -> str | None:
     """Returns the column with a text whose words have tags, which are a list, or None."""
-    tags = row.get(_tag_column(row))
-    has_list = isinstance(literal(tags) if isinstance(tags, str) else tags, list)
+    has_list = isinstance(parsed_cell(row.get(_tag_column(row))), list)
     return next((name for name in _SENTENCES if has_list and isinstance(row.get(name), str)), None)
 
 

@@ -37,7 +37,7 @@ from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
 from sansgpu.jobs.data.decisions import decide, note_on_pairs
 from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
-from sansgpu.tasks.classify.label_values import LabelCells
+from sansgpu.tasks.classify.label_values import LabelCells, number_of
 from sansgpu.tasks.classify.labels import Labels, find_labels
 from sansgpu.tasks.classify.settings import WeightedDataConfig
 from sansgpu.tasks.configuration import SCHEMA, as_config
@@ -310,7 +310,7 @@ class _Look:
             counts = Counter(name for text in texts for name in text.labels)
             return LabelLook("labels", "rows", tuple(counts.most_common()), False, str(error), different)
         if labels.kind == "regression":
-            train.scores.extend(float(label) for label in train.labels if not isinstance(label, (list, bool)))
+            train.scores.extend(number for label in train.labels if (number := number_of(label)) is not None)
             return LabelLook(labels.kind, "rows", (), False, " ".join(labels.notes), different)
         counts = Counter(name for text in texts for name in _names(labels, text))
         mapping = tuple((name, counts[name]) for name in labels.names)

@@ -13,6 +13,7 @@ from sansgpu.data.forms.label_columns import find_label_columns
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.preferences import PreferenceRow
 from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import Source
 from sansgpu.data.tables import Columns
@@ -66,10 +67,13 @@ def _of_conversations(config: Config) -> tuple[Columns, Learned]:
 
 def _tagged(data: TaggedDataConfig, source: Source, notes: list[str]) -> Learned:
     """Reads all texts, because their tags and offsets are understood together."""
-    texts = read_tagged(source.rows(), RowReport("skip"), data, source.name, notes)
+    report = RowReport("skip")
+    texts = read_tagged(source.rows(), report, data, source.name, notes)
     known = {text.where: text for text in in_iob2(texts, source.name, notes)}
 
     def learned(row: Any) -> Any:
+        if row.where in report.problems:
+            raise BadRowError(report.problems[row.where])
         if row.where not in known:
             raise row.error("its spans or tags do not fit its text or those of the other rows")
         return known[row.where]

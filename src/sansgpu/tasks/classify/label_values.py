@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sansgpu.config.wording import truncate
+from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_cell, with_point
 from sansgpu.data.forms.label_columns import flag
 
 SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
@@ -23,9 +24,9 @@ ROWS_OF_INDEX, ROWS_OF_CODE = 2, 5
 MAX_DENSITY_OF_CODES = 0.5  # largest share of the numbers between the least and the largest code
 MAX_RARE_CODES = 0.1  # largest share of codes that only one row has
 MIN_LISTS = 0.5  # share of lists from which all cells of a column are read as lists
-MIN_VECTORS = 0.9  # share of 0/1 vectors of the same length from which others are invalid
+# Shares of 0/1 vectors of the same length from which others are invalid: of two numbers, and of more, which repeat one.
+MIN_VECTORS, MIN_LONG_VECTORS = 0.9, 0.6
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,(\d{1,2}|\d{4,})")  # with three digits, it could separate thousands
 _LEADING_ZERO = re.compile(r"-?0\d+")
 _BITS = re.compile(r"[01](\s*[,;|\s]\s*[01])+")
 
@@ -62,9 +63,7 @@ def bit(value: Any) -> bool | None:
 def number_of(value: Any) -> float | None:
     """Converts a label that is a number, or text with one, to float; None if it is not a finite number."""
     if isinstance(value, str):
-        text = value.strip()
-        if _DECIMAL_COMMA.fullmatch(text):
-            text = text.replace(",", ".")
+        text = with_point(value.strip())
         value = float(text) if _NUMBER.fullmatch(text) else None
     if value is None or isinstance(value, (bool, list)) or abs(value) > MAX_NUMBER:
         return None
@@ -76,21 +75,22 @@ def listed(cell: str) -> list[Any] | None:
     text = cell.strip()
     if text == "set()":
         return []
-    if len(text) < 2 or text[0] + text[-1] not in ("[]", "()", "{}"):
+    value = _tuple(text) if text[:1] + text[-1:] == "()" else parsed_cell(text)
+    if isinstance(value, (list, tuple, set)):
+        return [item for item in value if item is not None]
+    inner = text[1:-1].replace("\n", " ").strip()
+    if text[:1] + text[-1:] != "[]" or "..." in inner or any(sign in inner for sign in "[]{}"):
         return None
+    if quoted := re.findall(r"'([^']*)'|\"([^\"]*)\"", inner):  # other items are null
+        return [one or other for one, other in quoted]
+    return [part.strip() for part in (inner.split(",") if "," in inner else inner.split())]
+
+
+def _tuple(text: str) -> Any:
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        inner = text[1:-1].replace("\n", " ").strip()
-        if text[0] != "[" or any(sign in inner for sign in "[]{}"):
-            return None
-        quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", inner)
-        if quoted:  # numpy writes no commas; null and true are JSON
-            return [one or other for one, other in quoted]
-        return [part.strip() for part in (inner.split(",") if "," in inner else inner.split())]
-    if text[0] == "[" and len(value) == 1 and isinstance(value[0], str) and re.search(r"'\s+'", text):
-        return re.findall(r"'([^']*)'", text)  # numpy's ['a' 'b'] is a single text in Python
-    return [*value] if isinstance(value, (list, tuple, set)) else None
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def is_broken_list(value: Any) -> bool:
@@ -135,7 +135,8 @@ def _vectors(lists: Sequence[list[Any]]) -> LabelCells | None:
     bits = Counter(len(value) for value in lists if len(value) > 1 and all(bit(v) is not None for v in value))
     width, count = bits.most_common(1)[0] if bits else (0, 0)
     filled = sum(len(value) > 0 for value in lists)
-    if width < 2 or count < MIN_VECTORS * filled or (width == 2 and filled < len(lists)):
+    least = MIN_VECTORS if width == 2 else MIN_LONG_VECTORS
+    if width < 2 or count < least * filled or (width == 2 and filled < len(lists)):
         return None  # of two labels, a list of both is no vector if other rows have none
     return LabelCells("vector", width=width, why=f"labels are vectors of {width} zeros and ones")
 
@@ -175,7 +176,7 @@ def _is_separator(texts: Sequence[str], separator: str) -> bool:
 
 def _are_decimals(cells: Sequence[str]) -> bool:
     """Returns whether cells are numbers with a decimal comma instead of several numbers of labels."""
-    if not all(_DECIMAL_COMMA.fullmatch(cell) or _NUMBER.fullmatch(cell) for cell in cells):
+    if not all(DECIMAL_COMMA.fullmatch(cell) or _NUMBER.fullmatch(cell) for cell in cells):
         return False
     pairs = [cell.split(",") for cell in cells if "," in cell]
     falls = any(int(whole) >= int(part) or _LEADING_ZERO.match(part) for whole, part in pairs)

@@ -70,7 +70,8 @@ class Labels:
     def _names_of_vector(self, text: LabeledText, values: list[Any], width: int) -> list[str]:
         bits = [bit(value) for value in values]
         if len(bits) != width or None in bits:
-            raise text.error(f"its label is {text.label!r}, but others are vectors of {width} zeros and ones")
+            length = "" if len(bits) == width else f" with {counted(len(bits), 'value')}"
+            raise text.error(f"its label is {text.label!r}{length}, but others are vectors of {width} zeros and ones")
         return [name for name, chosen in zip(self.names, bits, strict=True) if chosen]
 
 

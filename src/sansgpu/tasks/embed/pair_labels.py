@@ -22,7 +22,8 @@ NLI_WORDS = {
     **dict.fromkeys(("-1", "-"), UNLABELED),
 }
 SAME = ("duplicate", "equivalent", "paraphrase", "entailment", "similar", "same", "yes", "true")
-DIFFERENT = ("different", "dissimilar", "no", "false", *(f"not_{word}" for word in SAME[:6]))
+_NOT_SAME = (f"{prefix}_{word}" for prefix in ("not", "non") for word in SAME[:6])
+DIFFERENT = ("different", "dissimilar", "unrelated", "no", "false", *_NOT_SAME)
 SIMILARITIES = {**dict.fromkeys(SAME, 1.0), **dict.fromkeys(DIFFERENT, 0.0)}
 
 

@@ -15,6 +15,7 @@ from sansgpu.data.conll import OUTSIDE
 from sansgpu.data.forms.words import WordSpan
 
 _ENTITY_TAG = re.compile(r"[BIES]-.")
+_NO_LABEL = re.compile(r"[BIES]-")
 Scheme = Literal["plain", "IOB1", "IOB2", "BIOES"]
 
 
@@ -35,6 +36,8 @@ def tag_flaw(tag: str, entities: bool) -> str | None:
     """Returns what is wrong with a tag, or None. `entities`: the other tags follow an entity scheme."""
     if not tag:
         return "a tag is empty"
+    if _NO_LABEL.fullmatch(tag):
+        return f"its tag {tag!r} has no label, as in {tag}PER"
     if entities and tag != OUTSIDE and not has_entities((tag,)):
         return f"its tag {tag!r} is neither {OUTSIDE} nor starts with B-, I-, E- or S- like the other tags"
     return None
