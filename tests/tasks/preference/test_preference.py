@@ -199,7 +199,7 @@ def test_marked_texts_stay_the_same_rows_without_a_chat_template() -> None:
     ("row", "words"),
     [
         ({"chosen": "yes", "rejected": "yesterday"}, "rejected begins with all of chosen"),
-        ({"chosen": "blue", "rejected": "black"}, "has no prompt, because chosen and rejected have no common beginning"),
+        ({"chosen": "blue", "rejected": "black"}, "has no prompt, because chosen and rejected have no common begin"),
         ({"prompt": None, "topic": "p", "chosen": "It is blue", "rejected": "The sky is green"},
          "no common beginning; add a column prompt, or rename the one that has it (topic)"),
         ({"chosen": f"{HH} a\n\nHuman: b", "rejected": f"{HH} c"}, "ends chosen with a turn of Human"),
