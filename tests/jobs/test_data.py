@@ -169,7 +169,7 @@ def test_rows_are_written_in_one_form_that_reads_the_same(tmp_path: Path, capsys
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     }
     assert cli(["data", str(given), "--write", str(given)]) == 2
-    assert "is the data itself" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"sansgpu: --write {given} exists; choose another name.\n"
 
 
 def test_a_damaged_row_is_left_out_and_a_damaged_file_is_read_as_far_as_possible(tmp_path: Path) -> None:
@@ -290,3 +290,54 @@ def test_the_reason_is_given_why_spans_do_not_fit(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "Ada lived here.", "spans": given} for given in spans])
     (reason,) = looked(path, task="tokens").splits[0].left_out
     assert "span 0 from 5 to 40 is empty or not within the 15 characters of the text" in str(reason)
+
+
+def test_rows_are_written_only_to_new_files_of_json_lines(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_rows(folder / "rows.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    for name in ("w.csv", "w.parquet", "w.jsonl.gz", "w"):
+        assert cli(["data", str(folder), "--write", str(tmp_path / name)]) == 2
+        assert "must end in .jsonl" in capsys.readouterr().err
+    assert cli(["data", str(folder), "--write", str(folder / "new.jsonl")]) == 2
+    assert "is in the folder of the data" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "rows.jsonl"]
+
+
+def test_rows_that_a_run_refuses_are_left_out(tmp_path: Path, capsys: Captured) -> None:
+    answers = {"text": ["b"], "answer_start": [2]}
+    question = {"id": "1", "question": "q", "context": "a b", "answers": answers}
+    split = looked(write_rows(tmp_path / "qa.jsonl", [question, question])).splits[0]
+    assert (split.usable, "an earlier question has the same id" in split.left_out[0].first) == (1, True)
+    rows = [{"anchor": "a", "positive": "b"}, {"sentence1": "a", "sentence2": "b", "score": 0.5}]
+    split = looked(write_rows(tmp_path / "embed.jsonl", rows), task="embed").splits[0]
+    assert (split.usable, "it has two texts and a score, but" in split.left_out[0].first) == (1, True)
+    rows = [{"messages": [ASKED, GIVEN]}] * 20 + [{"messages": [ASKED]}] * 11
+    out = shown(capsys, write_rows(tmp_path / "chats.jsonl", rows))
+    assert "11 of 31 rows (a run stops, because they are more than data.max_bad_rows=" in " ".join(out.split())
+
+
+def test_turns_of_answers_are_shown_one_by_one(tmp_path: Path, capsys: Captured) -> None:
+    chosen = [GIVEN, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes"}]
+    row = {"prompt": [ASKED], "chosen": chosen, "rejected": [{"role": "assistant", "content": "5"}]}
+    out = shown(capsys, write_rows(tmp_path / "rows.jsonl", [row]))
+    assert "chosen, user: Sure?\nchosen, assistant: ⟦Yes⟧\nrejected: ⟦5⟧" in out
+
+
+def test_forms_are_named_by_the_columns_of_the_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"sent0": "a", "sent1": "b"}])
+    assert looked(path, task="embed").splits[0].forms == {"sent0 + sent1": 1}
+    path = tmp_path / "empty.csv"
+    path.touch()
+    with pytest.raises(ConfigError, match=r"empty\.csv has no rows; add some"):
+        looked(path)
+    path = tmp_path / "rows.json"
+    path.write_bytes(json.dumps([{"text": "a", "label": "x"}]).encode("utf-16"))
+    assert any(note.endswith("; data.encoding changes this.") for note in looked(path).notes)
+
+
+def test_a_model_shows_what_its_template_leaves_out(tmp_path: Path) -> None:
+    thought = {**GIVEN, "weather": "fine"}
+    rows = [{"messages": [ASKED, thought], "tools": [{"name": "f"}]}]
+    notes = looked(write_rows(tmp_path / "rows.jsonl", rows), model=str(model_folder("qwen2"))).notes
+    assert any("not used by the chat template: " in note and "tools in 1 row" in note for note in notes)

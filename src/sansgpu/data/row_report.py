@@ -25,6 +25,11 @@ def counted_parts(rows: Counter[str]) -> str:
     return ", ".join([f"{first[0]} in {counted(first[1], 'row')}", *(f"{name} in {count}" for name, count in others)])
 
 
+def are_too_many(skipped: int, rows: int, limit: float) -> bool:
+    """Returns whether more rows were skipped than the share `limit` of all rows allows."""
+    return skipped > max(limit * rows, SKIPPED_WITHOUT_LIMIT)
+
+
 class RowReport:
     """Handles the invalid rows of one source, and counts what its rows have but nothing uses.
 
@@ -73,7 +78,7 @@ class RowReport:
         self._require_few_skipped()
 
     def _require_few_skipped(self) -> None:
-        if self.skipped > max(self._limit * self.rows, SKIPPED_WITHOUT_LIMIT):
+        if are_too_many(self.skipped, self.rows, self._limit):
             raise ConfigError(
                 f"{self.skipped} of {self.rows} rows are invalid, more than data.max_bad_rows={self._limit:g} allows; "
                 f"correct them or raise data.max_bad_rows; the first: {self.first}"

@@ -63,6 +63,8 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
         yield "not used", _listed(split.not_used) or "nothing"
     if skipped := split.rows - split.usable:
         effect = "data.on_bad_row: fail stops a run at them, skip leaves them out"
+        if split.max_bad_rows is not None:
+            effect = f"a run stops, because they are more than data.max_bad_rows={split.max_bad_rows:g} allows"
         lines = [f"{skipped:,} of {counted(split.rows, 'row')} ({effect})"]
         lines += [f"{one.rows:,}: {one.first}" for one in split.left_out]
         if others := skipped - sum(one.rows for one in split.left_out):

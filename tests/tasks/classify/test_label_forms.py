@@ -174,7 +174,7 @@ def test_the_separator_and_the_kind_can_be_set(tmp_path: Path) -> None:
 
 def test_one_odd_vector_of_few_does_not_change_the_others(tmp_path: Path) -> None:
     path = labeled(tmp_path, ["[1, 0, 0]", "[0, 1, 1]", "[0, 1]", "[0 0 1]"])
-    with pytest.raises(ConfigError, match="row 3: its label is '.*' with 2 values, but others are vectors of 3"):
+    with pytest.raises(ConfigError, match=r"row 3: its label is '.*' with 2 values, but others are vectors of 3"):
         prepared(path)
     assert prepared(path, data__on_bad_row="skip")[0].labels == ["0", "1", "2"]
 

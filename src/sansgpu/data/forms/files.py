@@ -10,7 +10,7 @@ from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.files import CONVERT, TEXT_SUFFIXES, describe_file, file_form
-from sansgpu.data.formats.names import split_of
+from sansgpu.data.formats.names import TABLES, split_of
 from sansgpu.data.formats.opening import is_archive, suffix_of
 from sansgpu.data.sources import files_below, is_saved_dataset, local_files, split_files
 from sansgpu.data.tables import Columns
@@ -28,7 +28,8 @@ def file_notes(data: DataConfig, rows: str) -> list[str]:
     notes = []
     for form, (first, *others) in forms.items():
         more = f" and {counted(len(others), 'other file')}" if others else ""
-        notes.append(f"{first}{more}: read as {form}; data.separator and data.encoding change this.")
+        keys = "data.separator and data.encoding change" if file_form(first) in TABLES else "data.encoding changes"
+        notes.append(f"{first}{more}: read as {form}; {keys} this.")
     for name in filter(None, (data.dataset_name, data.validation_name)):
         root = local_path(name)
         has_files = root.is_dir() or (root.is_file() and is_archive(root))

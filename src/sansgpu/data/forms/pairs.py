@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,16 +76,26 @@ def read_text_rows(
 ) -> list[TextRow]:
     """Reads rows in order. All must be of one `kind`, by default that of the first row."""
 
+    checked = of_one_kind(kind)
+
     def read(row: SourceRow) -> TextRow:
-        nonlocal kind
-        found = TEXT_GROUPS.read(row, columns, bad_rows)
-        kind = kind or found.kind
-        if found.kind != kind:
-            raise found.error(f"it has {KINDS[found.kind]}, but the rows before it have {KINDS[kind]}")
-        return found
+        return checked(TEXT_GROUPS.read(row, columns, bad_rows))
 
     is_configured = columns.text is not None or columns.pair is not None
     return list(bad_rows.parsed(rows if is_configured else TEXT_GROUPS.single_rows(rows), read))
+
+
+def of_one_kind(kind: RowKind | None = None) -> Callable[[TextRow], TextRow]:
+    """Returns a function that passes rows of one `kind`, by default that of the first, and raises BadRowError else."""
+
+    def checked(row: TextRow) -> TextRow:
+        nonlocal kind
+        kind = kind or row.kind
+        if row.kind != kind:
+            raise row.error(f"it has {KINDS[row.kind]}, but the rows before it have {KINDS[kind]}")
+        return row
+
+    return checked
 
 
 def _is_anchored(row: Row, columns: Columns) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sansgpu.data.conll import OUTSIDE
@@ -129,8 +129,13 @@ def _preference(row: PreferenceRow) -> Iterator[ExamplePart]:
     yield from (_turn(turn, False) for turn in asked.turns[: asked.first])
     names = ("chosen", "rejected") if row.label is None else ("good answer", "bad answer")
     for conversation, is_good in row.rated:
-        answer = conversation.turns[conversation.first :]
-        yield plain(names[not is_good], "\n".join(map(_turn_text, answer)), learned=True)
+        name, answer = names[not is_good], conversation.turns[conversation.first :]
+        if len(answer) == 1:
+            yield plain(name, _turn_text(answer[0]), learned=True)
+            continue
+        for number, turn in enumerate(answer, conversation.first):
+            part = _turn(turn, number in conversation.learned_turns)
+            yield replace(part, name=f"{name}, {part.name}")
 
 
 def _labeled(row: LabeledText) -> Iterator[ExamplePart]:

@@ -22,8 +22,8 @@ from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.preview.example import Parts, answers_in, learned_length, parts_of, tagged_spans, text_in
 from sansgpu.data.preview.look import AnswerLook, LeftOut, LengthLook, Repetition, SplitLook
-from sansgpu.data.row_report import RowReport
-from sansgpu.data.rows import ROW_REMEDY, BadRowError, Row, SourceRow, is_text
+from sansgpu.data.row_report import RowReport, are_too_many
+from sansgpu.data.rows import ROW_REMEDY, BadRowError, LeftOutError, Row, SourceRow, is_text
 from sansgpu.data.tables import Columns
 
 HASHED_ROWS = 1000  # rows that are hashed at a time
@@ -53,6 +53,7 @@ class SplitFacts:
     brief: bool = False
     learned: Callable[[Any], Any] = field(default=lambda typed: typed)  # what the task learns from a typed row
     rows: int = 0
+    bad_rows: int = 0
     problem: str | None = None
     is_whole: bool = True
     report: RowReport = field(default_factory=lambda: RowReport("skip"))
@@ -91,13 +92,14 @@ class SplitFacts:
         try:
             typed = self.learned(forms.read(row, columns, self.report))
         except BadRowError as error:
+            self.bad_rows += not isinstance(error, LeftOutError)
             self._leave_out(row.where, str(error))
             return error
         given = row.value if isinstance(row.value, dict) else {}
         for name, value in given.items():
             if not is_empty(value):
                 self.columns[_valid(str(name))] += 1
-        return self._add(ReadRow(self.rows, row, _name(forms.form_of(given, columns), given), typed))
+        return self._add(ReadRow(self.rows, row, _name(forms.form_of(given, columns), given, columns), typed))
 
     def _leave_out(self, where: str, message: str) -> None:
         reason = message.removeprefix(where).removesuffix(ROW_REMEDY)
@@ -156,7 +158,7 @@ class SplitFacts:
         contents = np.concatenate([found.content for found in self._hashes])
         return DocumentHashes(contents, np.concatenate([found.signatures for found in self._hashes]))
 
-    def look(self, name: str, part: str) -> SplitLook:
+    def look(self, name: str, part: str, max_bad_rows: float) -> SplitLook:
         not_used = {_valid(name): count for name, count in self.report.unused.items()}
         used = {column: count - not_used.get(column, 0) for column, count in self.columns.items()}
         return SplitLook(
@@ -170,6 +172,7 @@ class SplitFacts:
             tuple(self.reasons.values()),
             self.problem,
             self.is_whole,
+            max_bad_rows if are_too_many(self.bad_rows, self.rows, max_bad_rows) else None,
         )
 
 
@@ -178,11 +181,14 @@ def _valid(name: str) -> str:
     return name if is_text(name) else name.encode(errors="replace").decode()
 
 
-def _name(form: Form[Any] | None, row: Row) -> str:
+def _name(form: Form[Any] | None, row: Row, columns: Columns) -> str:
     """Returns the columns of a form that a row has; the form may read other names of them."""
     if form is None:
         return "no columns"
-    return " + ".join(key for key in (*form.keys, *form.optional) if not is_empty(row.get(key))) or form.name
+    usual = [key for key in (*form.keys, *form.optional) if not is_empty(row.get(key))]
+    unused = () if usual else {*form.unused_parts(row, columns)}
+    others = (_valid(str(name)) for name, value in row.items() if not is_empty(value) and name not in unused)
+    return " + ".join(usual or others) or form.name
 
 
 def repetition(train: SplitFacts, validation: SplitFacts | None) -> Repetition:

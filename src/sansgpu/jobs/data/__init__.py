@@ -13,8 +13,9 @@ import numpy as np
 
 from sansgpu.config import ConfigError, Override, SansGPUError, change_config
 from sansgpu.config.data import DataConfig
+from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
-from sansgpu.config.wording import truncate
+from sansgpu.config.wording import counted, truncate
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.registry import FORMS
@@ -81,12 +82,27 @@ def look(request: DataRequest, progress: ReportProgress) -> DataLook:
 
     Raises ConfigError if the data cannot be opened, no task reads it, or the row to show does not exist.
     """
+    if request.write is not None:
+        _require_new_file(request.write, request.data)
     progress("reading rows", 0, 0)
     fits = [TaskFit(request.task, "")] if request.task else _fits(request)
     config = _config(request, fits[0].task)
     found = _Look(config, request, progress).found()
     others = {fit.task: fit.form for fit in fits[1:]}
     return replace(found, task_is_guessed=request.task is None, other_tasks=others)
+
+
+def _require_new_file(path: Path, data: str) -> None:
+    """Raises ConfigError unless `--write` names a new .jsonl file outside the data."""
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"--write {path} must end in .jsonl, because the rows are written as JSON lines; rename it.")
+    if path.exists():
+        raise ConfigError(f"--write {path} exists; choose another name.")
+    folder = local_path(data)
+    if folder.is_dir() and path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"--write {path} is in the folder of the data, which is never changed; choose another folder."
+        )
 
 
 def write_page(found: DataLook, path: Path) -> None:
@@ -164,9 +180,10 @@ class _Look:
         validation = self._sources.validation
         held = None if validation is None else self._read(validation, "validation")
         self._require_rows(train)
-        splits = [train.look(self._sources.train.name, "training")]
+        limit = self._config.data.max_bad_rows
+        splits = [train.look(self._sources.train.name, "training", limit)]
         if held is not None and validation is not None:
-            splits.append(held.look(validation.name, "validation"))
+            splits.append(held.look(validation.name, "validation", limit))
         config, request = self._config, self._request
         found = DataLook(
             request.data, config.task, False, {}, request.model, (), tuple(splits),
@@ -231,8 +248,6 @@ class _Look:
 
     def _write(self, path: Path, read: Iterator[ReadRow | BadRowError]) -> None:
         """Writes the valid rows as JSON lines in the canonical form."""
-        if path.exists() and any(path.samefile(file) for file in self._sources.train.files.values()):
-            raise ConfigError(f"--write {path} is the data itself, which is never changed; choose a different file.")
         with (
             write_failures_as(SansGPUError, path, "--write"),
             atomic_write(path) as partial,
@@ -248,7 +263,9 @@ class _Look:
             raise ConfigError(train.problem or f"{self._sources.train.name} has no rows; add some.")
         row = self._request.row
         if row is not None and not self._examples:
-            raise ConfigError(f"--row is {row}, but {self._sources.train.name} has only {train.rows:,} rows; lower it.")
+            raise ConfigError(
+                f"--row is {row}, but {self._sources.train.name} has only {counted(train.rows, 'row')}; lower it."
+            )
 
     def _chosen_examples(self, train: SplitFacts) -> list[RowExample]:
         """Returns the first example, the longest, and the first of each form."""
@@ -272,6 +289,7 @@ class _Look:
         if self._tokenized is None:
             return plain_lengths(train)
         lengths, learned, refused = list[int](), list[int](), Counter[str]()
+        self._tokenized.forget_notes()
         for number, read in enumerate(train.sample, 1):
             self._progress("tokenizing", number, len(train.sample), "row")
             try:
@@ -281,6 +299,8 @@ class _Look:
                 continue
             lengths += [part.tokens or 0 for part in counted]
             learned += [part.learned_tokens or 0 for part in counted]
+        some = f", in a sample of {counted(len(train.sample), 'row')}" if len(train.sample) < train.rows else ""
+        self._notes += self._tokenized.notes.messages(f"{self._sources.train.name}{some}", 0)
         if refused:
             first = next(iter(refused))
             self._notes.append(

@@ -10,10 +10,11 @@ from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.chats import ConversationOptions
 from sansgpu.data.forms.label_columns import find_label_columns
-from sansgpu.data.forms.pairs import TextRow
+from sansgpu.data.forms.pairs import TextRow, of_one_kind
 from sansgpu.data.forms.preferences import PreferenceRow
+from sansgpu.data.forms.questions import Question
 from sansgpu.data.row_report import RowReport
-from sansgpu.data.rows import BadRowError
+from sansgpu.data.rows import ROW_REMEDY, BadRowError
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import Source
 from sansgpu.data.tables import Columns
@@ -41,9 +42,25 @@ def decide(config: Config, source: Source, notes: list[str]) -> tuple[Columns, L
                 return columns, _tagged(TaggedDataConfig.of(config), source, notes)
             case "conversations" | "preferences" | "prompts":
                 return _of_conversations(config)
+            case "questions":
+                return columns, _unique_questions()
+            case "text groups":
+                return columns, of_one_kind()
     except ConfigError as error:
         notes.append(str(error))
     return columns, _unchanged
+
+
+def _unique_questions() -> Learned:
+    seen: set[str] = set()
+
+    def learned(question: Question) -> Question:
+        if question.id in seen:
+            raise BadRowError(f"question {question.id}: an earlier question has the same id{ROW_REMEDY}")
+        seen.add(question.id)
+        return question
+
+    return learned
 
 
 def _unchanged(typed: Any) -> Any:

@@ -130,6 +130,7 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
     found: list[tuple[tuple[Any, ...], list[TaskFit]]] = []
     problems: list[ConfigError] = []
     seen: list[SourceRow] = []
+    has_no_rows = False
     closest: tuple[str, _Fit] | None = None  # the kind of rows of which most are valid, if none has enough
     for place, kind in enumerate((*ORDER, *(kind for kind in FORMS if kind not in ORDER))):
         try:
@@ -143,12 +144,15 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
         problems += [problem] if problem else []
         seen = sample or seen
         if not sample:
+            has_no_rows |= problem is None
             continue
         fit = _fit(FORMS[kind], sample, columns)
         if fit.is_good:
             found.append(((*fit.quality, place), [TaskFit(task, fit.form) for task in _tasks_of(kind)]))
         elif fit.valid and (closest is None or fit.valid > closest[1].valid):
             closest = kind, fit
+    if not found and not seen and has_no_rows:
+        raise ConfigError(f"{name} has no rows; add some.")
     if not found:
         raise _nothing_fits(name, seen, problems, closest)
     found.sort(key=lambda one: one[0])

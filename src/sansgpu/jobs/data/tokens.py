@@ -24,7 +24,8 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.sft.chat import mask_conversation
+from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
+from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import with_fixed_date
 
 Spans = Sequence[tuple[int, int, str]]  # start character, end character, label
@@ -41,6 +42,7 @@ class TokenizedParts:
 
     def __init__(self, config: Config) -> None:
         self.tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        self.notes = ReadingNotes()  # on the rows that became parts
         self.max_length = longest_example(config, self.tokenizer) if config.data.max_length else None
         added = self.tokenizer.added_tokens_decoder.items()
         self._special = {*self.tokenizer.all_special_ids, *(token for token, content in added if content.special)}
@@ -54,6 +56,9 @@ class TokenizedParts:
             Question: self._question,
         }
 
+    def forget_notes(self) -> None:
+        self.notes = ReadingNotes()
+
     @tokenizer_errors()
     def parts_of(self, typed: Any) -> Parts:
         """Returns the parts of a typed row. Raises BadRowError if the model cannot learn from it."""
@@ -65,14 +70,23 @@ class TokenizedParts:
 
     def _conversation(self, row: Conversation) -> Iterator[ExamplePart]:
         masked = mask_conversation(row, self.tokenizer)
+        self._count([masked])
         learned = [False, *masked.learned[1:]]  # the first token is never a target
         yield self._decoded("conversation", masked.ids, learned)
 
     def _preference(self, row: PreferenceRow) -> Iterator[ExamplePart]:
         names = ("chosen", "rejected") if row.label is None else ("good answer", "bad answer")
-        for conversation, is_good in row.rated:
-            masked = mask_conversation(conversation, self.tokenizer)
+        rated = [(mask_conversation(conversation, self.tokenizer), is_good) for conversation, is_good in row.rated]
+        self._count([masked for masked, _ in rated])
+        for masked, is_good in rated:
             yield self._decoded(names[not is_good], masked.ids, masked.learned)
+
+    def _count(self, masked: Sequence[MaskedConversation]) -> None:
+        """Counts what the chat template leaves out of a row, whose conversations have the same prompt."""
+        special = next((one.special_text for one in masked if one.special_text is not None), None)
+        omitted = tuple(dict.fromkeys(name for one in masked for name in one.omitted))
+        self.notes.count(special, masked[0].lacks_system, omitted)
+        self.notes.count_thoughts(max(one.lost_thoughts for one in masked))
 
     def _prompt(self, row: Prompt) -> Iterator[ExamplePart]:
         if row.turns and self.tokenizer.chat_template is not None:
