@@ -278,7 +278,7 @@ def test_equal_names_of_columns_lose_no_column(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", ["text,label,text", "label, text,text", "text,label,label"])
 def test_equal_names_of_columns_that_are_read_are_refused(tmp_path: Path, header: str) -> None:
-    with pytest.raises(ConfigError, match=r"a\.csv: its header has the column \w+ more than once \(columns \d and \d\)"):
+    with pytest.raises(ConfigError, match=r"a\.csv: its header has the column \w+ more than once \(columns \d"):
         rows(tmp_path / "a.csv", f"{header}\na,b,c\n")
     assert len(rows(tmp_path / "a.csv", "note,note,label\na,b,c\n")) == 1
     with pytest.raises(ConfigError, match="the column note more than once"):
