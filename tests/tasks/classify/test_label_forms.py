@@ -14,16 +14,20 @@ import torch.nn.functional as F
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.labels import LabeledText
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights
-from sansgpu.tasks.classify.labels import Labels
+from sansgpu.tasks.classify.labels import Labels, find_labels, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.classify.settings import WeightedDataConfig
 from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.configuration import load_config
 from tests.processes import options, overrides, write_rows
 from tests.tasks.fine_tuned import TINY, Captured
 from tests.tasks.folders import model_folder
 
+SETTINGS = WeightedDataConfig()
 BERT = {"task": "classify", "model.name_or_path": model_folder("bert")}
 
 
@@ -90,7 +94,7 @@ def test_measures_are_predicted_as_numbers(tmp_path: Path, name: str) -> None:
 
 
 def test_names_of_numbers_keep_leading_zeros_and_lose_the_point(tmp_path: Path) -> None:
-    assert prepared(labeled(tmp_path, ["007", "7", "010"]))[0].labels == ["007", "7", "010"]
+    assert prepared(labeled(tmp_path, ["007", "042", "7", "007"]))[0].labels == ["007", "042", "7"]
     path = labeled(tmp_path, ["17.0", "3.0", "", "17"])
     with pytest.raises(ConfigError, match="row 3: it has no label"):
         prepared(path)
@@ -107,6 +111,55 @@ def test_a_missing_label_may_be_written_as_minus_one(tmp_path: Path) -> None:
     assert prepared(path, data__on_bad_row="skip")[0].labels == ["0", "1", "2"]
     assert prepared(path, data__labels=["-1", "0", "1", "2"])[0].labels == ["-1", "0", "1", "2"]
     assert prepared(labeled(tmp_path, [-1, 0, 1, 0]))[0].labels == ["-1", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "named"),
+    [
+        (["45%", "30%", "7%", "81.5 %"], "45%"),
+        (["950", "1,200", "3,400.50", "20"], "1,200"),
+        (["$5.50", "$7", "€ 3", "8.25"], "$5.50"),
+        (["0.5", "1.5", "inf", "2.5", "3"], "inf"),
+        (["0.5", "1.5", "n/a?", "2.5", "3"], "n/a?"),
+    ],
+)
+def test_what_is_no_plain_number_is_said(labels: list[Any], named: str) -> None:
+    texts = [LabeledText(f"row {n}", "a", None, label) for n, label in enumerate(labels)]
+    found = find_labels(texts, SETTINGS, "rows", ())
+    assert (found.kind, len(found.names)) == ("single", len({*labels}))
+    assert f"labels such as {named!r} are no plain numbers" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "labels", [["1 star", "2 stars", "3 stars"], ["18-25", "26-40", "41-60"], ["a", "1", "b", "2"], ["C", "C++"]]
+)
+def test_names_with_digits_are_classes_without_a_message(labels: list[Any]) -> None:
+    texts = [LabeledText(f"row {n}", "a", None, label) for n, label in enumerate(labels)]
+    assert find_labels(texts, SETTINGS, "rows", ()).notes == ()
+
+
+def test_codes_are_counted_and_sorted_as_text() -> None:
+    texts = [LabeledText(f"row {n}", "a", None, label) for n, label in enumerate(["7", "042", "007", "7"])]
+    found = find_labels(texts, SETTINGS, "rows", ())
+    assert found.names == ("007", "042", "7")
+    assert "so each of the 3 is a class" in found.notes[0]
+
+
+def test_a_fraction_may_be_a_class() -> None:
+    texts = [LabeledText(f"row {n}", "a", None, label) for n, label in enumerate([2.5, "x", 2.5])]
+    found = find_labels(texts, SETTINGS, "rows", ())
+    kept, targets = with_targets(texts, found, RowReport("fail"))
+    assert (found.names, len(kept), targets.tolist()) == (("2.5", "x"), 3, [[0], [1], [0]])
+
+
+@pytest.mark.parametrize(
+    "labels", [["joy+fear", "joy", "fear"], ["#joy #fear", "#joy", "#fear"], ["#a #b", "#b #c", "c"]]
+)
+def test_separators_that_do_not_split_are_said(labels: list[Any]) -> None:
+    texts = [LabeledText(f"row {n}", "a", None, label) for n, label in enumerate(labels)]
+    found = find_labels(texts, SETTINGS, "rows", ())
+    assert (found.kind, len(found.names)) == ("single", 3)
+    assert f"labels such as {labels[0]!r} are read as one label" in found.notes[0]
 
 
 # Several labels

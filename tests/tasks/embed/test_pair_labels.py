@@ -95,6 +95,8 @@ def test_inference_without_counterparts_is_counted(tmp_path: Path) -> None:
         ([-1, 1], [-1, 1], "the labels -1, 1 of pairs are read as similarities"),
         (["not_duplicate", "duplicate"], [0, 1], "labels of pairs are read as similarities: duplicate = 1, not_dup"),
         (["entailment", "not_entailment"], [1, 0], "entailment = 1, not_entailment = 0"),
+        (["Paraphrase", "non-paraphrase"], [1, 0], "Paraphrase = 1, non-paraphrase = 0"),
+        (["same", "unrelated"], [1, 0], "same = 1, unrelated = 0"),
         ([0.5, 1.0, 0.0], [0.5, 1, 0], ""),
         ([4.8, 2.4, 0], [0.96, 0.48, 0], "scores from 0 to 4.8 are divided by 5 (data.score_scale)"),
         (["3.800", "5.000"], [0.76, 1], "scores from 3.8 to 5 are divided by 5"),

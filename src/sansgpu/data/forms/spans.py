@@ -15,6 +15,7 @@ from sansgpu.data.tables import Columns
 TEXT_COLUMNS = ("text", "content", "document", "sentence", "data")
 SPAN_COLUMNS = ("spans", "entities", "ents", "label", "labels", "annotations", "annotation", "denotations")
 LABEL_STUDIO_LISTS = ("annotations", "completions")  # the second in versions before 1.0
+_LABEL_STUDIO_KEY = "annotation_id"  # in its CSV, TSV and JSON-MIN exports, whose texts without spans have no label
 _STARTS = (
     "start", "start_offset", "start_char", "begin", "startOffset", "BeginOffset", "start_pos", "startPos", "start_idx",
     "startIndex", "startCharIndex", "offset",
@@ -53,10 +54,10 @@ def spanned_text(row: SourceRow, columns: Columns) -> SpannedText:
             f"it has the columns {column_names(row.value)}, but needs `tokens` and `tags`, or `text` and `spans`"
         )
     text, column = row.required_text(name), span_column(row.value)
-    if column is None and answer == "accept":  # Prodigy
-        return SpannedText(row.where, text, ())
     if column is None:
-        wrong = next((name for name in SPAN_COLUMNS if row.value.get(name) is not None), None)
+        wrong = next((name for name in SPAN_COLUMNS if not is_empty(row.value.get(name))), None)
+        if answer == "accept" or (wrong is None and _LABEL_STUDIO_KEY in row.value):
+            return SpannedText(row.where, text, ())
         if wrong is not None:
             raise row.error(f"its {wrong} is of type {type(row.value[wrong]).__name__} instead of a list of spans")
         raise row.error("it has no list `spans`; write an empty list for a text without spans")

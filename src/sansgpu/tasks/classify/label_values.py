@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sansgpu.config.wording import truncate
 from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_cell, with_point
 from sansgpu.data.forms.label_columns import flag
+from sansgpu.data.forms.labels import label_name
 
 SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
 MAX_NUMBER_CLASSES = 30  # up to this many distinct whole numbers are classes, however often each of them occurs
@@ -27,7 +28,9 @@ MIN_LISTS = 0.5  # share of lists from which all cells of a column are read as l
 # Shares of 0/1 vectors of the same length from which others are invalid: of two numbers, and of more, which repeat one.
 MIN_VECTORS, MIN_LONG_VECTORS = 0.9, 0.6
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_LEADING_ZERO = re.compile(r"-?0\d+")
+_WRITTEN_NUMBER = re.compile(r"[+-]?\s?[$€£¥]?\s?\d+([.,]\d+)*\s?[%$€£¥]?|[+-]?inf(inity)?", re.IGNORECASE)
+LEADING_ZERO = re.compile(r"-?0\d+")
+MAX_ODD, MIN_NUMBERS = 0.4, 3  # share of other labels, and number of distinct numbers, up to and from which it is said
 _BITS = re.compile(r"[01](\s*[,;|\s]\s*[01])+")
 
 
@@ -122,10 +125,11 @@ def recognize_cells(values: Sequence[Any], split: bool | None, separator: str | 
 def _unsplit(texts: Sequence[str]) -> str:
     """Describes labels that could be several, although not all cells agree on that; empty if there are none."""
     distinct = dict.fromkeys(texts)
-    for separator in (*SEPARATORS, "/"):
+    for separator in (*SEPARATORS, "/", "+", " "):
         for text in distinct:
             parts = [part.strip() for part in text.split(separator)]
-            if len(parts) > 1 and distinct.keys() & {*parts}:
+            are_tags = all(part.startswith("#") for part in parts)
+            if len(parts) > 1 and all(parts) and (are_tags or (separator != " " and distinct.keys() & {*parts})):
                 return f"labels such as {truncate(text)!r} are read as one label"
     return ""
 
@@ -179,8 +183,19 @@ def _are_decimals(cells: Sequence[str]) -> bool:
     if not all(DECIMAL_COMMA.fullmatch(cell) or _NUMBER.fullmatch(cell) for cell in cells):
         return False
     pairs = [cell.split(",") for cell in cells if "," in cell]
-    falls = any(int(whole) >= int(part) or _LEADING_ZERO.match(part) for whole, part in pairs)
+    falls = any(int(whole) >= int(part) or LEADING_ZERO.match(part) for whole, part in pairs)
     return falls or len(pairs) == len(cells)
+
+
+def unusual_number(values: Sequence[Any]) -> str | None:
+    """Returns a label that is no plain number if most others are, or have a sign as in `45%`, `1,200` or `$5.50`."""
+    distinct = dict.fromkeys(str(value).strip() for value in values)
+    odd = [text for text in distinct if number_of(text) is None]
+    written = [text for text in odd if _WRITTEN_NUMBER.fullmatch(text)]
+    plain = len(distinct) - len(odd)
+    if not odd or len(odd) - len(written) > MAX_ODD * len(distinct) or plain + len(written) < MIN_NUMBERS:
+        return None
+    return (written or odd)[0]
 
 
 def numbers_kind(values: Sequence[Any]) -> tuple[Literal["single", "regression"], str] | None:
@@ -190,8 +205,9 @@ def numbers_kind(values: Sequence[Any]) -> tuple[Literal["single", "regression"]
         return None
     counts = Counter(number for number in numbers if number is not None)
     distinct, rows = len(counts), len(numbers)
-    if codes := [value for value in values if isinstance(value, str) and _LEADING_ZERO.fullmatch(value.strip())]:
-        return "single", f"labels are codes such as {truncate(codes[0])!r}, so each of the {distinct} is a class"
+    names = len({label_name(value) for value in values})
+    if codes := [value for value in values if isinstance(value, str) and LEADING_ZERO.fullmatch(value.strip())]:
+        return "single", f"labels are codes such as {truncate(codes[0])!r}, so each of the {names} is a class"
     if any(not number.is_integer() for number in counts):
         return "regression", "labels are numbers with fractions, so the model predicts a number (regression)"
     what, classes = f"labels are {distinct} distinct whole numbers", "so each is a class"

@@ -14,6 +14,7 @@ from sansgpu.data.forms.labels import LabeledText, label_name
 from sansgpu.data.row_report import RowReport
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.classify.label_values import (
+    LEADING_ZERO,
     SEPARATORS,
     LabelCells,
     bit,
@@ -21,6 +22,7 @@ from sansgpu.tasks.classify.label_values import (
     number_of,
     numbers_kind,
     recognize_cells,
+    unusual_number,
 )
 from sansgpu.tasks.classify.settings import WeightedDataConfig
 
@@ -50,7 +52,9 @@ class Labels:
         found = cells.labels_of(text.label)
         if cells.kind == "vector":
             return self._names_of_vector(text, found, cells.width)
-        if fraction := next((v for v in found if isinstance(v, float) and not v.is_integer()), None):
+        has_several = cells.kind == "list" or isinstance(text.label, list)
+        fraction = next((v for v in found if has_several and isinstance(v, float) and not v.is_integer()), None)
+        if fraction is not None:
             raise text.error(f"its label lists the number {fraction:g}, but probabilities of labels cannot be learned")
         if cells.kind == "list" and is_broken_list(text.label):
             raise text.error(f"its label is {text.label!r}, which begins like a list, but is none")
@@ -127,15 +131,19 @@ def _kind(
         return "single", f"{cells.why} (data.label_kind single); if they are several, set data.label_separator"
     kind = None if names else numbers_kind(values)
     if kind is None:
-        return "single", ""
+        odd = None if names else unusual_number(values)
+        return "single", "" if odd is None else (
+            f"labels such as {truncate(odd)!r} are no plain numbers, so each label is a class; to predict a number, "
+            "write all labels like 1200.5, or remove the rows without one"
+        )
     other = "regression" if kind[0] == "single" else "single"
     return kind[0], f"{kind[1]}; if that is wrong, set data.label_kind to {other}"
 
 
 def _ordered(names: list[str]) -> list[str]:
-    """Sorts labels: by value if they are numbers, otherwise alphabetically."""
+    """Sorts labels: by value if they are numbers, otherwise, and if they are codes such as 007, alphabetically."""
     numbers = {name: number_of(name) for name in names}
-    if all(number is not None for number in numbers.values()):
+    if all(number is not None for number in numbers.values()) and not any(map(LEADING_ZERO.fullmatch, names)):
         return sorted(names, key=lambda name: (numbers[name], name))
     return sorted(names)
 
