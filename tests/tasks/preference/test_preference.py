@@ -207,6 +207,7 @@ def test_marked_texts_stay_the_same_rows_without_a_chat_template() -> None:
         ({"chosen": f"{HH} a", "rejected": f"\n\nHuman: x{HH} b"}, "has different turns before the last answers"),
         ({"chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}, "begin with the answer"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "has 3 as its prompt instead of a text or a list of turns"),
+        ({"prompt": [], "chosen": "a", "rejected": "b"}, "has an empty prompt"),
         ({"prompt": True, "chosen": "a", "rejected": "b"}, "has true as its prompt"),
     ],
 )  # fmt: skip

@@ -51,7 +51,7 @@ class PreferenceRow(TypedRow):
 
 
 def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, columns: Columns) -> Conversation:
-    require_nonempty(row.where, prompt, "prompt")
+    require_nonempty(row.where, "" if is_empty(prompt) else prompt, "prompt")
     if not isinstance(prompt, (str, list, tuple, dict)):
         raise bad_row(row.where, f"has {shown(prompt)} as its prompt instead of a text or a list of turns")
     if not isinstance(prompt, str) or not isinstance(answer, str) or not (asked := _turns_at_marks(prompt)):
