@@ -315,8 +315,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "broken arguments": (calling({"tool_calls": [{"name": "look", "arguments": '{"at": '}]}), "not valid JSON"),
     "a call that is none": ({"conversations": [["user", "a?"], ["function_call", "look!"]]}, "has the tool call"),
     "no answers": ({"query": "a?", "tools": [TOOL], "answers": "[]"}, "has no answers"),
-    "lists of two lengths": ({"messages": {"role": ["user"], "content": ["a?", "b"]}}, "has a value of type dict"),
-    "one text": ({"messages": ["x"]}, "has a value of type str as turn 1"),
+    "lists of two lengths": ({"messages": {"role": ["user"], "content": ["a?", "b"]}}, "has an object in messages"),
+    "one text": ({"messages": ["x"]}, "has a text as turn 1"),
     "a role": ({"conversations": [["user", "a?"], ["narrator", "b"]]}, "unknown role .narrator. in turn 2"),
 }  # fmt: skip
 

@@ -63,18 +63,18 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
     yield "unknown role 'narrator' in turn 2", turns("user", "narrator")
     yield "unknown role None in turn 1", {"messages": [{"content": "x"}]}
     yield (
-        "NoneType instead of a string as the content of turn 1",
+        "has null instead of a string as the content of turn 1",
         {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]},
     )
     yield (
         "part of type image in turn 1 that is not a text",
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     )
-    yield "has a value of type str as turn 1", {"messages": ["x"]}
-    yield "has a value of type str in messages", {"messages": "x"}
+    yield "has a text as turn 1", {"messages": ["x"]}
+    yield "has a text in messages", {"messages": "x"}
     yield "has a value of type int in prompt instead of a list", {"prompt": 1, "completion": "x"}
-    yield "has a value of type dict instead of a string in text", {"text": {}}
-    yield "has a value of type list instead of a string in input", {"instruction": "a", "input": ["b"], "output": "c"}
+    yield "has an object instead of a string in text", {"text": {}}
+    yield "has a list instead of a string in input", {"instruction": "a", "input": ["b"], "output": "c"}
     yield "contains an unpaired surrogate", {"text": "a\ud800"}
     yield "contains an unpaired surrogate", {"messages": conversation_of("\udc00", "b")}
     yield "contains an unpaired surrogate", {"prompt": "a", "completion": "\ud800"}

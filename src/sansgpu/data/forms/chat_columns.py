@@ -7,7 +7,7 @@ from typing import Any
 
 from sansgpu.config.wording import counted, shown
 from sansgpu.data.forms.form import USUAL, is_empty, is_missing
-from sansgpu.data.forms.turns import Message, decoded, read_turns, without_nulls
+from sansgpu.data.forms.turns import Message, decoded, kind_of, read_turns, without_nulls
 from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
 from sansgpu.data.tables import Columns
 
@@ -22,7 +22,7 @@ Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 def string_in(row: SourceRow, column: str) -> str:
     value = row.value[column]
     if not isinstance(value, str):
-        raise bad_row(row.where, f"has a value of type {type(value).__name__} instead of a string in {column}")
+        raise bad_row(row.where, f"has {kind_of(value)} instead of a string in {column}")
     return value
 
 

@@ -57,6 +57,12 @@ CHATML_TURN = re.compile(
 CHATML_EDGE = r"\s*(<s>|</s>|<\|endoftext\|>)?\s*"  # what may stand before and after the turns
 
 
+def kind_of(value: Any) -> str:
+    """Names the kind of a value for messages about rows."""
+    kinds: tuple[tuple[Any, str], ...] = ((type(None), "null"), (str, "a text"), (dict, "an object"), (list, "a list"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), f"a value of type {type(value).__name__}")
+
+
 def without_nulls(value: Any) -> Any:
     """Removes keys without a value at any depth: in Parquet files an object has all keys that other rows have."""
     match value:
@@ -144,8 +150,7 @@ def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterato
     if not isinstance(values, (list, tuple)):
         raise bad_row(
             where,
-            f"has a value of type {type(values).__name__} in {column} instead of a list of objects with role and "
-            "content",
+            f"has {kind_of(values)} in {column} instead of a list of objects with role and content",
         )
     for number, value in enumerate(_single_turns(values), before + 1):
         yield _turn(where, number, value)
@@ -204,7 +209,7 @@ def _turn(where: str, number: int, value: Any) -> Message:
     if not isinstance(value, dict):
         raise bad_row(
             where,
-            f"has a value of type {type(value).__name__} as turn {number} instead of an object with role and content",
+            f"has {kind_of(value)} as turn {number} instead of an object with role and content",
         )
     turn = without_nulls(value)
     named = next((key for key in ROLE_KEYS if key in turn), "role")
@@ -238,8 +243,7 @@ def _text(where: str, number: int, role: str, content: Any) -> str:
         other = next((kind for kind in kinds if kind not in TEXT_PARTS), "text")
         raise bad_row(where, f"has a part of type {other} in turn {number} that is not a text; only text is read")
     if not isinstance(content, str):
-        kind = type(content).__name__
-        raise bad_row(where, f"has a value of type {kind} instead of a string as the content of turn {number}")
+        raise bad_row(where, f"has {kind_of(content)} instead of a string as the content of turn {number}")
     if role == "user" and (mark := MEDIA_MARK.search(content)):
         raise bad_row(where, f"has the mark {mark[0].strip()} in turn {number}, but only text is read")
     return content
