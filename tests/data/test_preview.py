@@ -110,7 +110,7 @@ def test_rows_are_counted_by_form_columns_and_reasons() -> None:
         {"text": "", "label": "x"},
         {"text": "f", "label": ""},
     ]
-    found = facts_of("labeled texts", rows).look("rows", "training", 0.1)
+    found = facts_of("labeled texts", rows).look("rows", "training", 1.0)
     assert (found.rows, found.usable, dict(found.used), dict(found.not_used)) == (
         5,
         2,

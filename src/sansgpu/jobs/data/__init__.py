@@ -293,12 +293,12 @@ class _Look:
         for number, read in enumerate(train.sample, 1):
             self._progress("tokenizing", number, len(train.sample), "row")
             try:
-                parts = [part for part in self._tokenized.parts_of(read.typed) if part.tokens is not None]
+                measured = [part for part in self._tokenized.parts_of(read.typed) if part.tokens is not None]
             except BadRowError as error:
                 refused[str(error)] += 1
                 continue
-            lengths += [part.tokens or 0 for part in parts]
-            learned += [part.learned_tokens or 0 for part in parts]
+            lengths += [part.tokens or 0 for part in measured]
+            learned += [part.learned_tokens or 0 for part in measured]
         some = f", in a sample of {counted(len(train.sample), 'row')}" if len(train.sample) < train.rows else ""
         self._notes += self._tokenized.notes.messages(f"{self._sources.train.name}{some}", 0)
         if refused:
