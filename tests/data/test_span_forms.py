@@ -381,6 +381,25 @@ def test_lists_in_cells_are_read_as_numpy_and_pandas_write_them(tokens: str, tag
     assert one({"tokens": tokens, "tags": tags}) == (["Rome LOC"], [])
 
 
+@pytest.mark.parametrize("word", ["nan", "NULL", "#N/A", "None", "NA"])
+def test_words_of_tables_are_no_missing_values(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "words.csv"
+    path.write_text(f"Sentence #,Word,Tag\n1,{word},B-LOC\n1,fell,O\n2,Rome,B-LOC\n")
+    assert learned(path)[0] == [[f"{word} LOC"], ["Rome LOC"]]
+
+
+def test_texts_of_label_studio_without_a_label_have_no_spans(tmp_path: Path) -> None:
+    path = tmp_path / "export.csv"
+    label = '"[{""start"": 0, ""end"": 4, ""text"": ""Rome"", ""labels"": [""LOC""]}]"'
+    path.write_text(f"annotation_id,annotator,id,label,text\n1,1,1,{label},Rome fell\n2,1,2,,It fell\n")
+    assert learned(path)[0] == [["Rome LOC"], []]
+    spans = [{"start": 0, "end": 4, "text": "Rome", "labels": ["LOC"]}]
+    rows = [{"text": "Rome fell", "label": spans}, {"text": "It fell"}]
+    assert learned([{**row, "id": 1, "annotator": 1, "annotation_id": 1} for row in rows])[0] == [["Rome LOC"], []]
+    with pytest.raises(BadRowError, match="it has no list `spans`"):
+        learned(rows)
+
+
 def test_numbers_in_cells_are_tags_as_numpy_writes_them() -> None:
     spans, notes = one({"tokens": "['a' 'b' 'c']", "tags": "[1 2 0]"}, labels=["O", "B-PER", "I-PER"])
     assert spans == ["a b PER"], notes

@@ -171,9 +171,16 @@ def column_key(row: Mapping[Any, Any], column: str | int) -> Column:
 
 
 def find_column(row: Mapping[Any, Any], chosen: Column | None, usual: Iterable[Column] = ()) -> Any:
-    """Returns the key of the `chosen` column or, if that is None, of the first `usual` column that exists, or None."""
-    keys = usual if chosen is None else (column_key(row, chosen), str(chosen))
-    return next((key for key in keys if key in row), None)
+    """Returns the key of the `chosen` column or, if that is None, of the first `usual` column that exists, or None.
+
+    If no usual name exists exactly, one in other case counts, such as `Label`.
+    """
+    names = (*usual,) if chosen is None else (column_key(row, chosen), str(chosen))
+    found = next((name for name in names if name in row), None)
+    if found is not None or chosen is not None:
+        return found
+    folded = {str(name).strip().casefold(): name for name in reversed([*row])}
+    return next((folded[name] for name in names if name in folded), None)
 
 
 def missing_column(row: Mapping[Any, Any], column: Column, key: str, where: str) -> BadRowError:
@@ -196,7 +203,9 @@ def is_conversation(row: Mapping[Any, Any]) -> bool:
 
 
 def _text_columns(row: Mapping[Any, Any]) -> list[Any]:
-    return [name for name in TEXT_NAMES if name in row]
+    found = [name for name in TEXT_NAMES if name in row]
+    others = (name for name, value in row.items() if isinstance(name, str) and isinstance(value, str | None))
+    return found or [name for name in others if name.strip().casefold() == TEXT_NAMES[0]][:1]  # such as `Text`
 
 
 def _string_columns(row: Mapping[Any, Any]) -> list[Any]:

@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.data.forms.labels import LabeledText
+from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.tables import Columns
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights
 from sansgpu.tasks.classify.labels import Labels, find_labels, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
@@ -160,6 +163,16 @@ def test_separators_that_do_not_split_are_said(labels: list[Any]) -> None:
     found = find_labels(texts, SETTINGS, "rows", ())
     assert (found.kind, len(found.names)) == ("single", 3)
     assert f"labels such as {labels[0]!r} are read as one label" in found.notes[0]
+
+
+@pytest.mark.parametrize("header", [("Text", "Label"), ("TEXT", "LABELS"), (" text", " Label ")])
+def test_usual_names_of_columns_may_have_capitals(header: tuple[str, str]) -> None:
+    row = {"Title": "b", header[0]: "a", header[1]: "x"}
+    found = FORMS["labeled texts"].read(SourceRow("row 1", row), Columns(), RowReport("fail"))
+    assert (found.text, found.label) == ("a", "x")
+    exact = {"Label": "y", "Text": "b", "text": "a", "label": "x"}
+    found = FORMS["labeled texts"].read(SourceRow("row 1", exact), Columns(), RowReport("fail"))
+    assert (found.text, found.label) == ("a", "x")
 
 
 # Several labels

@@ -27,6 +27,7 @@ EMPTY_CELLS = frozenset(
 # Words for a missing value that may as well be a class or a name. They count as empty in columns of texts and labels,
 # unless they are as frequent there as the other values of the column.
 EMPTY_WORDS = ("None", "NA", "N/A", "n/a", "null")
+WORD_COLUMNS = ("word", "token")  # columns of tables with a word in each row, which may be any
 MAX_EMPTY = max(map(len, (*EMPTY_CELLS, *EMPTY_WORDS)))
 _DIRECTIVE = re.compile(r"sep=(.)\r?\n?")  # Excel's first line of a table, e.g. sep=;
 _SAMPLE = Path("sample")  # is in no message
@@ -249,6 +250,9 @@ def empty_words(dialect: Dialect, configured: FileFormat, names: Sequence[str | 
     """Returns, for each column, the cells that count as empty."""
     found = []
     for number, name in enumerate(names):
+        if str(name).casefold() in WORD_COLUMNS:
+            found.append(frozenset[str]())
+            continue
         ambiguous = EMPTY_WORDS if {name, number} & {*configured.values, *configured.chats} else ()
         found.append(EMPTY_CELLS | {word for word in ambiguous if (number, word) not in dialect.words})
     return found

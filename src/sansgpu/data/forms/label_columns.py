@@ -11,7 +11,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
-from sansgpu.data.rows import LABEL_COLUMNS, Row, SourceRow, column_names, text_column
+from sansgpu.data.rows import LABEL_COLUMNS, Row, SourceRow, column_names, find_column, text_column
 from sansgpu.data.tables import Columns
 
 OTHER_LABEL_COLUMNS = ("category", "class", "intent", "sentiment", "emotion", "topic", "target")
@@ -57,7 +57,7 @@ def flag_columns(rows: Iterator[Row]) -> tuple[str, ...]:
     possible: dict[str, set[bool]] | None = None  # for each column, whether its values are digits
     usual: str | None = None
     for number, row in enumerate(rows):
-        if any(name in row for name in LABEL_COLUMNS):
+        if find_column(row, None, LABEL_COLUMNS) is not None:
             return ()
         if possible is None:
             possible = {name: set() for name in row if isinstance(name, str) and not is_id_column(name)}
@@ -103,7 +103,7 @@ def find_label_columns(
             return columns, None
         labels = _matching(first, patterns, source)
         return replace(columns, label=None, labels=labels), f"{source}: the labels are the columns {_listed(labels)}"
-    if columns.label is not None or any(name in first for name in LABEL_COLUMNS):
+    if columns.label is not None or find_column(first, None, LABEL_COLUMNS) is not None:
         return columns, None
     labels = flag_columns(readable())
     others = {name: value for name, value in first.items() if name not in labels}
