@@ -442,12 +442,12 @@ def test_empty_turns_beside_other_columns_are_missing(empty: Any) -> None:
 @pytest.mark.parametrize("empty", ["", " \n"])
 def test_an_empty_question_is_a_bad_row(empty: str) -> None:
     for row, column in (
-        ({"prompt": empty, "completion": "b"}, "prompt"),
+        ({"prompt": " ", "completion": "b"}, "prompt"),
         ({"prompt": [], "completion": "b"}, "prompt"),
         ({"input": empty, "output": "b"}, "input"),
         ({"instruction": empty, "input": empty, "output": "b"}, "instruction"),
         ({"question": empty, "context": None, "answer": "b"}, "question"),
-        ({"prompt": [empty], "response": "b", "history": [["a?", "b"]]}, "prompt"),
+        ({"prompt": [" "], "response": "b", "history": [["a?", "b"]]}, "prompt"),
     ):
         with pytest.raises(BadRowError, match=f"has an empty {column}; fix"):
             read(row)

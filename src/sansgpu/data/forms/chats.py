@@ -243,7 +243,8 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
         if asked in INSTRUCTION_COLUMNS:
             return _with_learned_history(row, instruction_and_answer(row, asked, answer, columns))
         prompt = only_text(row, row.value[asked], asked, "prompt")
-        require_nonempty(row.where, prompt, asked)
+        if (asked, prompt) != ("prompt", ""):  # which means that nothing precedes the completion
+            require_nonempty(row.where, prompt, asked)
         found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
         return _with_learned_history(row, found)
 
