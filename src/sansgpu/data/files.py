@@ -14,7 +14,7 @@ from sansgpu.data.documents.formats import format_of
 from sansgpu.data.formats.columnar import COLUMNAR, read_columnar
 from sansgpu.data.formats.dialects import FileFormat, describe_table, recognize_table
 from sansgpu.data.formats.encodings import AUTO, UTF8, resolve_encoding
-from sansgpu.data.formats.names import CONVERT, SUFFIXES, TABLES, TEXT_SUFFIXES, file_form
+from sansgpu.data.formats.names import TABLES, TEXT_SUFFIXES, file_form
 from sansgpu.data.formats.opening import BLOCK
 from sansgpu.data.lines import binary_file, open_text, read_lines, reading_file, require_length
 from sansgpu.data.rows import ROW_REMEDY, Column, SourceRow, parquet_class_names, text_of, with_names
@@ -24,7 +24,6 @@ from sansgpu.files.reading import require_regular_file
 if TYPE_CHECKING:
     from sansgpu.data.documents.document import Document
 
-__all__ = ["CONVERT", "SUFFIXES", "TEXT_SUFFIXES", "file_form"]  # of formats.names, for those who read files
 PIECE_CHARS = BLOCK
 # Limits that keep the memory for one row below about one gigabyte, whatever the file contains.
 MAX_JSON = 256 << 20  # characters of a .json file, which is parsed in one piece

@@ -17,19 +17,15 @@ from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.plain_data import unreadable
 from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.documents.formats import format_of, readers
-from sansgpu.data.files import (
+from sansgpu.data.files import PIECE_CHARS, Piece, describe_file, pieces, read_documents, read_rows, text_file_rows
+from sansgpu.data.formats.names import (
     CONVERT,
-    PIECE_CHARS,
+    PARTS,
     TEXT_SUFFIXES,
-    Piece,
-    describe_file,
     file_form,
-    pieces,
-    read_documents,
-    read_rows,
-    text_file_rows,
+    folder_split,
+    split_of,
 )
-from sansgpu.data.formats.names import PARTS, TEST_NAMES, VALIDATION_NAMES, folder_split, split_of
 from sansgpu.data.formats.opening import archived_files, is_archive, sha256_of, size_of
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
 from sansgpu.data.settings import CorpusDataConfig
@@ -38,8 +34,6 @@ from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.hub import reading_hub
-
-__all__ = ["TEST_NAMES", "VALIDATION_NAMES"]  # of formats.names, for those who open sources
 
 
 @dataclass(frozen=True)

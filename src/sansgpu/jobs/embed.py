@@ -20,7 +20,7 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.data import DataConfig
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import first_line
-from sansgpu.data.files import CONVERT, file_form
+from sansgpu.data.formats.names import CONVERT, file_form
 from sansgpu.data.formats.opening import is_archive
 from sansgpu.data.rows import BadRowError, SourceRow, text_of
 from sansgpu.data.sources import dataset_files, open_single

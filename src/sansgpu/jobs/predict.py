@@ -12,7 +12,7 @@ import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.config.data import DataConfig
-from sansgpu.data.files import file_form
+from sansgpu.data.formats.names import file_form
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.sources import local_files, open_single

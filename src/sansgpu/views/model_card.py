@@ -13,7 +13,7 @@ from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import LOSS
 from sansgpu.config.wording import counted, duration
-from sansgpu.data.files import SUFFIXES
+from sansgpu.data.formats.names import SUFFIXES
 from sansgpu.events.escape import as_code, as_text
 from sansgpu.events.event import Event
 from sansgpu.views.page import templates

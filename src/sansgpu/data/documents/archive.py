@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from xml.etree import ElementTree
 from sansgpu.data.documents.content import open_content
 from sansgpu.data.documents.document import UnreadableError
 
-MAX_TEXT_BYTES = 256 << 20  # of all members that are read of an archive, unpacked
+MAX_TEXT_BYTES = 256 << 20  # maximum bytes that are unpacked from one archive
 OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the start of .doc files, and of .docx files with a password
 Element = ElementTree.Element
 _DOCTYPE = re.compile(rb"<!\s*(?:DOCTYPE|ENTITY)", re.IGNORECASE)
@@ -79,7 +80,7 @@ def open_archive(path: Path, kind: str) -> Iterator[Archive]:
         try:
             with zipfile.ZipFile(file) as archive:
                 yield Archive(archive)
-        except (zipfile.BadZipFile, ElementTree.ParseError, NotImplementedError, EOFError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        except (zipfile.BadZipFile, ElementTree.ParseError, NotImplementedError, EOFError, zlib.error) as error:
             raise UnreadableError(f"is not {kind}, or damaged ({error}); save or download it again") from None
 
 

@@ -1,4 +1,4 @@
-"""What a reader returns: the text of a document by pages, and what of it is not text."""
+"""The text of a document by pages, as readers return it, and counts of its parts that are not text."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.wording import counted, truncate
-from sansgpu.data.files import CONVERT, TEXT_SUFFIXES, describe_file, file_form
-from sansgpu.data.formats.names import TABLES, split_of
+from sansgpu.data.files import describe_file
+from sansgpu.data.formats.names import CONVERT, TABLES, TEXT_SUFFIXES, file_form, split_of
 from sansgpu.data.formats.opening import is_archive, suffix_of
 from sansgpu.data.sources import files_below, is_saved_dataset, local_files, split_files
 from sansgpu.data.tables import Columns

@@ -11,8 +11,7 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.conll import DOCUMENT_START, ConllLayout, conll_layout
-from sansgpu.data.files import file_form
-from sansgpu.data.formats.names import TABLES
+from sansgpu.data.formats.names import TABLES, file_form
 from sansgpu.data.formats.opening import suffix_of
 from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns

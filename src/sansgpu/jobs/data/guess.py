@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from sansgpu.config import ConfigError, UnreachableError
 from sansgpu.config.data import DataConfig
 from sansgpu.config.wording import counted
-from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_rows
+from sansgpu.data.files import read_rows
+from sansgpu.data.formats.names import TEXT_SUFFIXES, file_form
 from sansgpu.data.forms.form import Form, Forms, resolve_columns
 from sansgpu.data.forms.graphs import FACT_KEYS, has_bare_triples
 from sansgpu.data.forms.registry import FORMS

@@ -24,7 +24,8 @@ from sansgpu.config.plain_data import unreadable
 from sansgpu.data.documents.collection import Collection
 from sansgpu.data.documents.formats import format_of, readers
 from sansgpu.data.documents.reading import read_document
-from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
+from sansgpu.data.files import Piece, read_documents, read_rows
+from sansgpu.data.formats.names import TEXT_SUFFIXES, file_form
 from sansgpu.data.formats.opening import sha256_of
 from sansgpu.data.rows import text_of
 from sansgpu.events.progress import ReportProgress, counting

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
 from sansgpu.config.data import DataConfig
 from sansgpu.config.paths import local_path
-from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
+from sansgpu.data.files import read_documents, read_rows
 from sansgpu.data.formats.dialects import FileFormat
+from sansgpu.data.formats.names import TEST_NAMES, TEXT_SUFFIXES, VALIDATION_NAMES, file_form
 from sansgpu.data.forms.graphs import (
     FACT_KEYS,
     GRAPHS,
@@ -29,7 +30,7 @@ from sansgpu.data.forms.graphs import (
 from sansgpu.data.lines import read_lines
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
-from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES, Source, files_fingerprint, open_parts
+from sansgpu.data.sources import Source, files_fingerprint, open_parts
 from sansgpu.data.tables import Columns
 from sansgpu.files.reading import require_regular_file
 from sansgpu.tasks.graph.stdlib import stdlib_documents

@@ -12,7 +12,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, OUTSIDE
-from sansgpu.data.files import file_form
+from sansgpu.data.formats.names import file_form
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import TAGGED
 from sansgpu.data.forms.words import TaggedText
