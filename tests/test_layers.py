@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -51,12 +52,17 @@ NAMED_FAMILIES = {
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
 
-class Module(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Module:
     """A module of the package: its dotted name, file and syntax tree."""
 
     name: str
     path: Path
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return [*ast.walk(self.tree)]
 
     @property
     def room(self) -> str:
@@ -90,7 +96,7 @@ def modules() -> list[Module]:
 def imports(module: Module) -> list[Import]:
     """Returns all imports of a module, including those in functions and those for type checkers."""
     found = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 local = alias.asname or alias.name.partition(".")[0]
@@ -128,7 +134,7 @@ def origin_of(module: str, name: str) -> str:
 def used_names(module: Module, called: bool = False) -> Iterator[str]:
     """Yields the dotted names that a module uses, or only those it calls, resolved through the module's imports."""
     known = {found.local: found.source for found in imports(module)}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if called and not isinstance(node, ast.Call):
             continue
         node = node.func if isinstance(node, ast.Call) else node
@@ -226,7 +232,7 @@ def imported_names(module: Module) -> Iterator[str]:
     """Yields the dotted names that a module imports, with statements or by importlib."""
     for found in imports(module):
         yield found.source
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
             given = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
             if isinstance(given, ast.Constant):
@@ -247,7 +253,7 @@ def test_no_other_file_names_a_family_of_models() -> None:
     for module in modules():
         if module.name.startswith("sansgpu.models.families."):
             continue
-        texts = {node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant) and node.value in named}
+        texts = {node.value for node in module.nodes if isinstance(node, ast.Constant) and node.value in named}
         assert texts <= NAMED_FAMILIES.get(str(module.path.relative_to(SOURCE)), set()), module.path
 
 
@@ -263,7 +269,7 @@ def test_a_family_is_found_without_the_others_and_without_transformers() -> None
 def test_no_two_classes_share_a_name() -> None:
     found = defaultdict(list)
     for module in modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(f"{module.name}.{node.name}")
     assert [names for names in found.values() if len(names) > 1] == []
@@ -273,7 +279,7 @@ def test_files_and_functions_fit_on_a_few_screens() -> None:
     sizes = {}
     for module in modules():
         sizes[module.name] = len(module.path.read_text(encoding="utf-8").splitlines()) / MAX_FILE_LINES
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 sizes[f"{module.name}.{node.name}"] = lines / MAX_FUNCTION_LINES
@@ -291,7 +297,7 @@ def test_functions_have_few_parameters() -> None:
     """Transformers dictates the signature of attention_forward; the others are used once each."""
     found = set()
     for module in modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if len([one for one in given if one.arg not in ("self", "cls")]) > MAX_PARAMETERS:
@@ -333,7 +339,7 @@ def test_there_are_no_utility_modules() -> None:
 
 
 def test_every_key_of_the_schema_is_read_somewhere() -> None:
-    nodes = [node for module in modules() for node in ast.walk(module.tree)]
+    nodes = [node for module in modules() for node in module.nodes]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {variant.key.rpartition(".")[2] for found in SCHEMA.tasks.kinds.values() for variant in found.variants}
     gets = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "get"]

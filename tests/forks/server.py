@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import resource
@@ -64,6 +65,7 @@ def limit() -> None:
 def become(asked: dict[str, Any], streams: list[int]) -> None:
     """Runs the requested command in this fork and exits with its exit code."""
     import torch
+    from huggingface_hub import constants
 
     os.setsid()
     os.chdir(asked["folder"])
@@ -79,6 +81,8 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
             stream.reconfigure(encoding=encoding, errors=stream.errors)  # type: ignore[union-attr]
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp read it before the fork
         torch.set_num_threads(int(threads))
+    if "HF_ENDPOINT" in os.environ:  # the Hub's library read its variables before the fork
+        importlib.reload(constants)
     if asked["limited"]:
         limit()
     sys.argv = [asked["module"], *asked["arguments"]]

@@ -11,7 +11,7 @@ import pytest
 from sansgpu.cli import run as cli
 from tests.hub_uploads import TOKEN, UploadHub, serving_uploads
 from tests.jobs.test_gguf_commands import ADAPTED
-from tests.processes import SURROUNDINGS, ended, messages, options, settings, start_apart, train_once, write_corpus
+from tests.processes import SURROUNDINGS, finish, messages, options, settings, start_apart, train_once, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -27,7 +27,7 @@ def fill(home: Path) -> None:
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
-    """Serves an empty Hub to new processes, which upload large files over HTTP instead of in chunks of Xet."""
+    """Serves an empty Hub to other processes, which upload large files over HTTP instead of in chunks of Xet."""
     served = UploadHub()
     with serving_uploads(served) as address:
         for name in [name for name in SURROUNDINGS if name.startswith(("HF_", "HUGGING"))]:
@@ -41,7 +41,7 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
 
 def export(home: Path, *arguments: object) -> tuple[int, list[str], str]:
     """Returns the exit code, the lines on stdout, and stderr without warnings and progress."""
-    code, out, error = ended(start_apart(["export", *map(str, arguments)], home / "cache"))
+    code, out, error = finish(["export", *map(str, arguments)], home / "cache")
     return code, out.splitlines(), "\n".join(messages(error))
 
 
