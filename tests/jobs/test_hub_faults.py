@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -25,7 +23,7 @@ from sansgpu.data.sources import open_sources
 from sansgpu.machine.hub.client import HUB, told_wait
 from tests import processes
 from tests.hub_server import Hub, connect, serving
-from tests.processes import messages, options, use_cache
+from tests.processes import ended, fork_server, messages, options, use_cache
 from tests.tasks.folders import model_folder
 
 NAME = "someone/tiny"
@@ -33,15 +31,12 @@ NOBODY = "127.0.0.1:9"  # the port of the discard service, where nobody listens
 
 
 def generate(tmp_path: Path, endpoint: str, model: str = NAME, **variables: str) -> tuple[int, list[str], list[str]]:
-    """Runs the command in a new process, because the Hub's library reads its variables when it is imported.
-
-    Returns the exit code, the warnings and the other messages.
-    """
+    """Runs the command in a fork, which reads the Hub's variables; returns exit code, warnings and other messages."""
     usual = {key: value for key, value in os.environ.items() if not re.search("(?i)proxy|^HF_", key)}
     own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "SANSGPU_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "sansgpu", "generate", model, "--prompt", "red", "--max-new-tokens", "2"]
-    done = subprocess.run(command, env=usual | own | variables, capture_output=True, text=True, timeout=240)
-    return done.returncode, re.findall("warning: .*", done.stderr), messages(done.stderr)
+    command = ["generate", model, "--prompt", "red", "--max-new-tokens", "2"]
+    code, _, error = ended(fork_server().start(command, usual | own | variables))
+    return code, re.findall("warning: .*", error), messages(error)
 
 
 def test_a_public_model_is_read_without_a_rejected_token(tmp_path: Path) -> None:
