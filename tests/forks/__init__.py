@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.forks import client
 
@@ -28,6 +29,7 @@ class Fork:
         self._encoding = environment.get("PYTHONIOENCODING", "utf-8")
         self.pid = self._command.pid
         self.returncode: int | None = None
+        self._texts: tuple[str, str] | None = None  # stdout and stderr, once the command has ended
 
     def poll(self) -> int | None:
         """Returns the exit code, or None while the command runs; a negative code is the signal that ended it."""
@@ -42,18 +44,27 @@ class Fork:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def first_line(self, timeout: float = 240) -> str:
+        """Waits for the first line of stdout; returns an incomplete one if the command ends."""
+        limit, text = time.monotonic() + timeout, b""
+        while b"\n" not in text and self.poll() is None and time.monotonic() < limit:
+            time.sleep(0.02)
+            text = os.pread(self._out.fileno(), 1 << 16, 0)  # does not move the place at which the command writes
+        return text.partition(b"\n")[0].decode(self._encoding)
+
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
         """Waits until the command ends and returns its stdout and stderr."""
-        if self.returncode is None:
-            if not self._command.ended(timeout):
-                raise subprocess.TimeoutExpired("sansgpu", timeout)
-            self.poll()
-        texts = []
-        for file in (self._out, self._err):
+        if self.returncode is None and not self._command.ended(timeout):
+            raise subprocess.TimeoutExpired("sansgpu", timeout)
+        self.poll()
+        if self._texts is None:
+            self._texts = self._read(self._out), self._read(self._err)
+        return self._texts
+
+    def _read(self, file: IO[bytes]) -> str:
+        with file:
             file.seek(0)
-            texts.append(file.read().decode(self._encoding))
-            file.close()
-        return texts[0], texts[1]
+            return file.read().decode(self._encoding)
 
 
 class ForkServer:

@@ -70,7 +70,9 @@ def has_snapshot(run: Path, process: Process) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("command", ["doctor", "train", pytest.param("bench", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "command", ["train", *(pytest.param(command, marks=pytest.mark.long) for command in ("doctor", "bench"))]
+)
 def test_ctrl_c_in_the_first_second_is_one_sentence(home: Path, command: str) -> None:
     arguments = training(home, "early") if command == "train" else [command]
     processes = []

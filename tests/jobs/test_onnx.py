@@ -39,12 +39,15 @@ for path in sys.argv[2:]:
 def fill(home: Path) -> None:
     squad(home / "squad.json")
     write_corpus(home / "corpus.jsonl")
-    for architecture in ("bert", "roberta"):
-        made(home, architecture, "qa", model__name_or_path=model_folder(architecture), training__max_steps=2)
-    made(home, "adapted", "qa", model__adapter="lora", training__max_steps=2)
+    answering_run(home, "bert")
     for name, chosen in {"decoder": {}, "graph": {"task": "graph"}}.items():
         own = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=1, **chosen)
         assert cli(["train", *own, "--output-dir", str(home / name)]) == 0
+
+
+def answering_run(home: Path, name: str, architecture: str = "bert", **changes: object) -> Path:
+    model = model_folder(architecture)
+    return made(home, name, "qa", model__name_or_path=model, training__max_steps=2, **changes)
 
 
 def exported(capsys: Captured, model: Path, *options: object) -> tuple[Path, str]:
@@ -106,13 +109,14 @@ def test_the_final_folder_becomes_the_same_file(home: Path, capsys: Captured, tm
 
 @pytest.mark.long
 def test_an_adapter_is_merged(home: Path, capsys: Captured, tmp_path: Path) -> None:
-    file, _ = exported(capsys, home / "adapted", "--output", tmp_path / "out")
+    run = answering_run(home, "adapted", model__adapter="lora")
+    file, _ = exported(capsys, run, "--output", tmp_path / "out")
     assert_close(file, answering(home / "adapted/final"), {"start_logits", "end_logits"}, tmp_path, 1e-5)
 
 
 @pytest.mark.long
 def test_int8_weights_are_a_quarter_and_nearly_agree(home: Path, capsys: Captured, tmp_path: Path) -> None:
-    file, checked = exported(capsys, home / "roberta", "--type", "int8")
+    file, checked = exported(capsys, answering_run(home, "roberta", "roberta"), "--type", "int8")
     assert file == home / "roberta/onnx-int8/model_quantized.onnx"
     assert "of predictions equal" in checked
     assert_close(file, answering(home / "roberta/final"), {"start_logits", "end_logits"}, tmp_path, 0.05)

@@ -1,4 +1,4 @@
-"""Starts `sansgpu serve` in a process of its own, and clients for it."""
+"""Starts `sansgpu serve` in a fork or in a new process, and clients for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from typing import Any
 
 import openai
 
-from tests.processes import environment
+from tests.forks import Fork
+from tests.processes import Process, environment, fork_server
 from tests.tasks.folders import model_folder
 
 SECONDS = 120  # limit of everything that a test waits for
@@ -36,7 +37,7 @@ def target() -> Path:
 class Server:
     """A running server."""
 
-    process: subprocess.Popen[str]
+    process: Process
     url: str
     line: str  # the line that the server printed at its start
     folder: Path  # of the model
@@ -67,20 +68,24 @@ class Server:
 
 @contextmanager
 def served(target: Path, cache: Path, *options: str, before: str = "", **variables: str) -> Iterator[Server]:
-    """Serves a model on a free port of this machine, after the Python code `before`."""
-    code = f"{before}\nimport sys\nfrom sansgpu.cli import run\nsys.exit(run(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "serve", str(target), "--port", "0", *options]
+    """Serves a model on a free port of this machine: in a fork, or in a new process after the Python code `before`."""
+    arguments = ["serve", str(target), "--port", "0", *options]
     surroundings = {**environment(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
     surroundings["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])
     )
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings)
+    process = _start_apart(before, arguments, surroundings) if before else fork_server().start(arguments, surroundings)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+        line = process.first_line() if isinstance(process, Fork) else process.stdout.readline()  # type: ignore[union-attr]
         found = re.search(r"http://\S+", line)
         assert found, process.communicate()[1]
         yield Server(process, found[0], line, target)
     finally:
         process.kill()
         process.communicate()
+
+
+def _start_apart(before: str, arguments: list[str], surroundings: dict[str, str]) -> subprocess.Popen[str]:
+    code = f"{before}\nimport sys\nfrom sansgpu.cli import run\nsys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings)
