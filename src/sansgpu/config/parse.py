@@ -6,7 +6,9 @@ import json
 import tomllib
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from copy import deepcopy
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,14 @@ def _parse(path: Path, text: str) -> Any:
         case ".json":
             return json.loads(text, object_pairs_hook=_unique_pairs)
         case ".yaml" | ".yml":
-            return _yaml(text, path.name)
+            return deepcopy(_yaml_file(text, path.name))
     raise ConfigError(f"{path} has an unknown file type; name it .yaml, .toml or .json.")
+
+
+@lru_cache(maxsize=8)
+def _yaml_file(text: str, name: str) -> Any:
+    """Parses a file only once, because several parts of a command read the same configuration."""
+    return _yaml(text, name)
 
 
 def _yaml(text: str, name: str = "the value") -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -162,6 +164,15 @@ def _flat_config(run: NamedRun) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
+    return _scalar(value) if isinstance(value, (str, int, float, NoneType)) else _dumped(value)
+
+
+@lru_cache(maxsize=1000, typed=True)  # two configurations, and the two tables of each, share most values
+def _scalar(value: str | float | None) -> str:
+    return _dumped(value)
+
+
+def _dumped(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -207,7 +218,9 @@ def _yaml_lines(record: RunRecord) -> Iterator[tuple[str, bool]]:
                 yield f"{name}:", False
                 yield from (("  " + line, is_changed) for line, is_changed in lines(value, f"{prefix}{name}."))
             else:
-                text = yaml.safe_dump({name: value}, allow_unicode=True, width=10**6).rstrip("\n")
+                text = f"{_plain(name)}: {_plain(value)}"
+                if "\n" in text or isinstance(value, (list, dict)):
+                    text = yaml.safe_dump({name: value}, allow_unicode=True, width=10**6).rstrip("\n")
                 yield from ((line, prefix + name in changed) for line in text.splitlines())
 
     return lines(record.config, "")
