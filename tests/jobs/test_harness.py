@@ -77,7 +77,7 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
 
 
-@pytest.mark.parametrize("name", ["run", "llama", "adapter"])
+@pytest.mark.parametrize("name", ["run", "adapter", pytest.param("llama", marks=pytest.mark.long)])
 def test_every_request_gets_the_result_of_the_librarys_own_model(name: str, home: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 

@@ -197,7 +197,7 @@ def test_questions_are_asked_again_until_the_answers_are_good(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "dataset", "subset"),
     [
-        ("fineweb-edu", "karpathy/fineweb-edu-100b-shuffle", None),
+        pytest.param("fineweb-edu", "karpathy/fineweb-edu-100b-shuffle", None, marks=pytest.mark.long),
         ("wikipedia-de", "wikimedia/wikipedia", "20231101.de"),
     ],
 )

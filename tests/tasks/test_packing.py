@@ -72,8 +72,10 @@ def by_itself(folder: Path, tokens: torch.Tensor, targets: torch.Tensor) -> floa
     return float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
 
 
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("architecture", SCALED)
+@pytest.mark.parametrize(
+    ("architecture", "pack"),
+    [*((name, True) for name in SCALED), *(pytest.param(name, False, marks=pytest.mark.long) for name in SCALED)],
+)
 def test_frequencies_that_depend_on_the_length_are_those_of_each_example(
     tmp_path: Path, architecture: str, pack: bool
 ) -> None:

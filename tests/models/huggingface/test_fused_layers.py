@@ -42,47 +42,55 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
     return {names[name].__name__ for name in changed} - {"Linear", "Dropout", "Embedding"}
 
 
+FUSED: list[tuple[str, dict[str, object], set[str]]] = [
+    ("Qwen2", {}, {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2DecoderLayer", "Qwen2Attention"}),
+    ("Llama", {}, {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "LlamaAttention"}),
+    ("Mistral", {}, {"MistralRMSNorm", "MistralMLP", "MistralDecoderLayer", "MistralAttention"}),
+    ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer", "Qwen3Attention"}),
+    ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"}),
+    (
+        "Granite",
+        {"residual_multiplier": 0.5},
+        {"GraniteRMSNorm", "GraniteMLP", "GraniteDecoderLayer", "GraniteAttention"},
+    ),
+    ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms come after attention and MLP
+    ("Olmo2", {"num_key_value_heads": 2}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its head norms are as wide as all heads
+    ("Gemma", {}, {"GELUTanh", "GemmaRMSNorm", "GemmaMLP", "GemmaDecoderLayer", "GemmaAttention"}),
+    ("Gemma2", {}, {"GELUTanh", "Gemma2RMSNorm", "Gemma2MLP", "Gemma2DecoderLayer"}),  # its attention is softcapped
+    (
+        "Gemma3Text",
+        {"num_hidden_layers": 6, "sliding_window": 8},
+        {"GELUTanh", "Gemma3RMSNorm", "Gemma3MLP", "Gemma3DecoderLayer", "Gemma3Attention"},
+    ),
+    ("Nemotron", {}, set()),  # it rotates only half of each head
+    ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
+    ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),
+    ("Bert", {"hidden_act": "relu"}, {"LayerNorm", "BertSelfAttention", "BertSelfOutput", "BertOutput"}),
+    ("Roberta", {}, {"LayerNorm", "GELUActivation", *(f"Roberta{part}" for part in BERT_LAYERS)}),
+    (
+        "DistilBert",
+        DISTILBERT,
+        {"LayerNorm", "GELUActivation", "DistilBertSelfAttention", "FFN", "TransformerBlock"},
+    ),
+    (
+        "MPNet",
+        {},
+        {"LayerNorm", "GELUActivation", "MPNetEncoder", "MPNetSelfAttention", "MPNetOutput", "MPNetLayer"},
+    ),
+    ("RobertaPreLayerNorm", {}, {"LayerNorm", "GELUActivation", "RobertaPreLayerNormSelfAttention"}),
+]
+# Tried in bf16 and without kernels even without long tests: a gated decoder, a plain decoder and an encoder.
+OFTEN = ("Llama", "GPT2", "Bert")
+
+
+def tried(how: str, case: tuple[str, dict[str, object], set[str]]) -> object:
+    often = how == "fp32" or (case[0] in OFTEN and "hidden_act" not in case[1])
+    return pytest.param(*case, how, marks=() if often else pytest.mark.long)
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "fused"),
-    [
-        ("Qwen2", {}, {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2DecoderLayer", "Qwen2Attention"}),
-        ("Llama", {}, {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "LlamaAttention"}),
-        ("Mistral", {}, {"MistralRMSNorm", "MistralMLP", "MistralDecoderLayer", "MistralAttention"}),
-        ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer", "Qwen3Attention"}),
-        ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"}),
-        (
-            "Granite",
-            {"residual_multiplier": 0.5},
-            {"GraniteRMSNorm", "GraniteMLP", "GraniteDecoderLayer", "GraniteAttention"},
-        ),
-        ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms come after attention and MLP
-        ("Olmo2", {"num_key_value_heads": 2}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its head norms are as wide as all heads
-        ("Gemma", {}, {"GELUTanh", "GemmaRMSNorm", "GemmaMLP", "GemmaDecoderLayer", "GemmaAttention"}),
-        ("Gemma2", {}, {"GELUTanh", "Gemma2RMSNorm", "Gemma2MLP", "Gemma2DecoderLayer"}),  # its attention is softcapped
-        (
-            "Gemma3Text",
-            {"num_hidden_layers": 6, "sliding_window": 8},
-            {"GELUTanh", "Gemma3RMSNorm", "Gemma3MLP", "Gemma3DecoderLayer", "Gemma3Attention"},
-        ),
-        ("Nemotron", {}, set()),  # it rotates only half of each head
-        ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
-        ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),
-        ("Bert", {"hidden_act": "relu"}, {"LayerNorm", "BertSelfAttention", "BertSelfOutput", "BertOutput"}),
-        ("Roberta", {}, {"LayerNorm", "GELUActivation", *(f"Roberta{part}" for part in BERT_LAYERS)}),
-        (
-            "DistilBert",
-            DISTILBERT,
-            {"LayerNorm", "GELUActivation", "DistilBertSelfAttention", "FFN", "TransformerBlock"},
-        ),
-        (
-            "MPNet",
-            {},
-            {"LayerNorm", "GELUActivation", "MPNetEncoder", "MPNetSelfAttention", "MPNetOutput", "MPNetLayer"},
-        ),
-        ("RobertaPreLayerNorm", {}, {"LayerNorm", "GELUActivation", "RobertaPreLayerNormSelfAttention"}),
-    ],
+    ("name", "changes", "fused", "how"), [tried(how, case) for case in FUSED for how in ("fp32", "bf16", "torch")]
 )
-@pytest.mark.parametrize("how", ["fp32", "bf16", "torch"])
 def test_a_patched_model_computes_the_same(
     name: str, changes: dict[str, object], fused: set[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
