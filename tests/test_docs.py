@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -68,12 +69,18 @@ def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_facto
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def run_module(name: str, *arguments: Path) -> None:
+    """Runs `python -m NAME ARGUMENTS` in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_module(name, run_name="__main__")
+
+
 def test_the_configuration_page_lists_every_key_once_with_its_default_and_meaning(tmp_path: Path) -> None:
     """`python -m tools.configuration_page docs/configuration.md` updates the tables of the page."""
     page = ROOT / "docs/configuration.md"
     shutil.copy2(page, tmp_path)
-    write = [sys.executable, "-m", "tools.configuration_page", str(tmp_path / page.name)]
-    subprocess.run(write, cwd=ROOT, check=True)
+    run_module("tools.configuration_page", tmp_path / page.name)
     text = page.read_text(encoding="utf-8")
     assert text == (tmp_path / page.name).read_text(encoding="utf-8")
     rows = re.findall(r'^\| <a id="(.+?)"></a>`(.+?)` \| (.+?) \| (.+) \|$', text, re.MULTILINE)
@@ -90,7 +97,7 @@ def test_the_page_about_data_lists_every_form(tmp_path: Path) -> None:
     """`python -m tools.forms_page docs/data.md` updates the table of the page. Another test reads each example."""
     page = ROOT / "docs/data.md"
     shutil.copy2(page, tmp_path)
-    subprocess.run([sys.executable, "-m", "tools.forms_page", str(tmp_path / page.name)], cwd=ROOT, check=True)
+    run_module("tools.forms_page", tmp_path / page.name)
     text = page.read_text(encoding="utf-8")
     assert text == (tmp_path / page.name).read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]*\|[^|]*\|[^|]*\| `\{", text, re.MULTILINE)
