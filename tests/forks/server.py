@@ -86,7 +86,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
             stream.reconfigure(encoding=encoding, errors=stream.errors)  # type: ignore[union-attr]
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp read it before the fork
         torch.set_num_threads(int(threads))
-    if "HF_ENDPOINT" in os.environ:  # the Hub's library read its variables before the fork
+    if os.environ.get("HF_ENDPOINT", constants.ENDPOINT) != constants.ENDPOINT:  # the library read it before the fork
         importlib.reload(constants)
     if asked["limited"]:
         limit()
