@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from sansgpu.models.generation.special_texts import (
     encode_raw,
 )
 from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables, require_variables
-from sansgpu.models.generation.tool_calls import tool_use
+from sansgpu.models.generation.tool_calls import adapted_to, special_tokens, tool_use
 
 
 class RejectedConversationError(ConfigError):
@@ -94,7 +94,8 @@ def prompt_text(
     try:
         template = revise(tokenizer.get_chat_template(tools=list(tools) or None))
         names = with_tools({**tokenizer.special_tokens_map, **variables}, tools)
-        prompt = render_prefixes(template, names, messages, [(len(messages), new_answer)])[0]
+        turns = adapted_to(template, tokenizer.special_tokens_map, messages)
+        prompt = render_prefixes(template, names, turns, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
@@ -124,7 +125,12 @@ def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:
     return ids or [first]
 
 
-def decode(tokenizer: Any, ids: list[int]) -> str:
+def decode(tokenizer: Any, ids: list[int], marks: Collection[str] = ()) -> str:
+    """Returns the text of tokens without special ones, except `marks`."""
+    if marks:
+        dropped = special_tokens(tokenizer)
+        kept = [token for token in ids if token not in dropped or dropped[token] in marks]
+        return str(tokenizer.decode(kept, skip_special_tokens=False))
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
