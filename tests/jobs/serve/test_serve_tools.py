@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tasks.folders import model_folder
-from tests.tool_templates import HERMES, LLAMA, MISTRAL
+from tests.tool_templates import FAMILIES, HERMES, LLAMA, MISTRAL
 
 openai = pytest.importorskip("openai")
 
 from tests.jobs.serve.serving import Server, served  # noqa: E402  needs openai
 
-FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "lfm2": FAMILIES["lfm2"], "glm": FAMILIES["glm-4.5"]}
 THINKING = "{% if enable_thinking is defined and enable_thinking %}{{ '<|im_start|>think' }}{% endif %}"
 TOOL = {
     "type": "function",
