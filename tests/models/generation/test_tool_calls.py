@@ -12,8 +12,9 @@ from tools.tiny_model import make_tokenizer
 
 from sansgpu.models.generation.call_form import CallForm
 from sansgpu.models.generation.call_reader import ToolCallReader
-from sansgpu.models.generation.call_syntax import JsonCall, ToolCall
-from sansgpu.models.generation.prompts import decode, prompt_text
+from sansgpu.models.generation.call_syntax import JsonCall
+from sansgpu.models.generation.calls import ToolCall
+from sansgpu.models.generation.prompts import TokenDecoder, prompt_text
 from sansgpu.models.generation.tool_calls import ToolUse, tool_use
 from tests.tool_templates import FAMILIES, MARKS, TURNS
 
@@ -141,7 +142,7 @@ def test_marks_of_calls_survive_decoding(family: str, tokenizer: Any, uses: dict
     assert not form.marks or form.marks <= {*MARKS, "[CLS]"}
     tokenizer.chat_template = FAMILIES[family]
     ids = tokenizer(written(tokenizer, [STOCK, CLOSE]) + "<|im_end|>", add_special_tokens=False).input_ids
-    assert read(form, [decode(tokenizer, ids, form.marks)]) == [STOCK, CLOSE]
+    assert read(form, [TokenDecoder(tokenizer)(ids, form.marks)]) == [STOCK, CLOSE]
 
 
 def test_values_without_a_schema_are_json_or_text(tokenizer: Any, uses: dict[str, ToolUse]) -> None:

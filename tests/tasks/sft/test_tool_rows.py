@@ -8,7 +8,7 @@ import pytest
 from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import SourceRow
 from sansgpu.models.generation.call_reader import ToolCallReader
-from sansgpu.models.generation.call_syntax import ToolCall
+from sansgpu.models.generation.calls import ToolCall
 from sansgpu.models.generation.tool_calls import tool_use
 from sansgpu.tasks.sft.chat import mask_conversation, show_masked
 from tests.tasks.sft.test_chat import tokenizer_of

@@ -24,6 +24,7 @@ from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SlotRe
 from sansgpu.models.generation.prefix_cache import PrefixCache
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.generation.text import StopStrings, TextPieces
+from sansgpu.models.generation.tool_calls import schemas_of
 
 PREFIX_SHARE = 4  # memory of the running sequences / memory of the finished ones that later prompts may begin with
 WAITING_RATIO = 8  # maximum number of waiting sequences for each that can run
@@ -77,8 +78,7 @@ class GenerationWork(Work):
         """Returns readers of the calls in each answer, once the work is accepted; None if there can be none."""
         if self.form is None or isinstance(chat := self.prompts[0], str):
             return None
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in chat.tools}
-        return [ToolCallReader(self.form, schemas, chat.most_calls) for _ in range(self.places)]
+        return [ToolCallReader(self.form, schemas_of(chat.tools), chat.most_calls) for _ in range(self.places)]
 
 
 class _Choice:

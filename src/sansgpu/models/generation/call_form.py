@@ -7,16 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from sansgpu.models.generation.call_syntax import (
-    CallSyntax,
-    MarkedValues,
-    NamedJson,
-    Schemas,
-    ToolCall,
-    infer_syntax,
-    literal,
-    skip_space,
-)
+from sansgpu.models.generation.call_syntax import MarkedValues, NamedJson, infer_syntax
+from sansgpu.models.generation.calls import CallSyntax, Schemas, ToolCall, literal, skip_space
 from sansgpu.models.generation.thoughts import THOUGHT_END
 
 

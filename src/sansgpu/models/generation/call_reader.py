@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sansgpu.models.generation.call_form import CallForm
-from sansgpu.models.generation.call_syntax import Schemas, ToolCall
+from sansgpu.models.generation.calls import Schemas, ToolCall
 
 MAX_CLOSINGS = 16  # texts that may end a call before the text is no call: a string in its arguments may contain some
 

@@ -125,13 +125,19 @@ def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:
     return ids or [first]
 
 
-def decode(tokenizer: Any, ids: list[int], marks: Collection[str] = ()) -> str:
-    """Returns the text of tokens without special ones, except `marks`."""
-    if marks:
-        dropped = special_tokens(tokenizer)
-        kept = [token for token in ids if token not in dropped or dropped[token] in marks]
-        return str(tokenizer.decode(kept, skip_special_tokens=False))
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+class TokenDecoder:
+    """Decodes tokens of a tokenizer into text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = special_tokens(tokenizer)
+
+    def __call__(self, ids: list[int], marks: Collection[str] = ()) -> str:
+        """Returns the text of tokens without special ones, except `marks`."""
+        if not marks:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        kept = [token for token in ids if token not in self._special or self._special[token] in marks]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
         "text_ids": partial(text_prompt_ids, tokenizer),
         "chat_ids": None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
         "tool_use": None if tokenizer.chat_template is None else partial(tool_use, tokenizer),
-        "decode": partial(decode, tokenizer),
+        "decode": TokenDecoder(tokenizer),
         "ends": frozenset(end_tokens(tokenizer, ends).ids),
         "stops": stop_strings(tokenizer),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
 from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes, with_tools
 from sansgpu.models.generation.call_form import CallForm, infer_form, with_marks
-from sansgpu.models.generation.call_syntax import ToolCall
+from sansgpu.models.generation.calls import Schemas, ToolCall
 
 Message = Mapping[str, Any]
 
@@ -94,6 +94,12 @@ def tool_use(tokenizer: Any) -> ToolUse:
         raise ConfigError(f"{error}; choose a different chat template.") from None
     form = None if trial.form is None else with_marks(trial.form, special_tokens(tokenizer).values())
     return ToolUse(trial.shows_tools, trial.shows_calls, form)
+
+
+def schemas_of(tools: Iterable[Message]) -> Schemas:
+    """Returns the schemas of the arguments of tools, by the names of their functions."""
+    functions = (tool["function"] for tool in tools)
+    return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
