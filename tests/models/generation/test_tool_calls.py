@@ -201,7 +201,7 @@ def test_python_calls_may_have_python_values(uses: dict[str, ToolUse], call: str
          '<tools>[{"type": "function", "function": {"name": "close", "arguments": {"a": 1}}}]</tools>'),
         ("{{ '<function=' + c.function.name + '>' }}{{ c.function.arguments | tojson }}", '<function=close>{"a": 1}'),
         ("{{ '[' + c.function.name + '()]' }}", None),
-        ("{{ c.function.name ~ c.function.arguments }}", None),
+        ("{{ c.function.name ~ c.function.arguments }}", 'close{"a": 1}'),  # which Python would write as {'a': 1}
     ],
 )  # fmt: skip
 def test_other_forms_are_found_by_rendering_calls(tokenizer: Any, calls: str, written: str | None) -> None:

@@ -53,9 +53,10 @@ def _literal_at(text: str, start: int) -> tuple[Any, int] | None:
         end = skip_space(text, found[1])
         if text.startswith((",", ")"), end):
             return found[0], end
-    end = _value_end(text, start)
-    value = None if end is None else _python_value(text[start:end])
-    return None if value is None or end is None else (value[0], end)
+    if (stop := _value_end(text, start)) is None:
+        return None
+    value = _python_value(text[start:stop])
+    return None if value is None else (value[0], stop)
 
 
 def _value_end(text: str, start: int) -> int | None:
