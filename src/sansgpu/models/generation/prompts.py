@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from sansgpu.config import ConfigError
@@ -130,7 +130,10 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return special_tokens(self._tokenizer)
 
     def __call__(self, ids: list[int], marks: Collection[str] = ()) -> str:
         """Returns the text of tokens without special ones, except `marks`."""
