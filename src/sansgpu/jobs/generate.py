@@ -106,7 +106,7 @@ class ChatSession:
         if self._form is not None:
             self._model = replace(self._model, decode=partial(self._model.decode, marks=self._form.marks))
         self._variables = variables
-        self._system_messages = [{"role": "system", "content": system}] if system else []
+        self._system_messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
@@ -126,7 +126,7 @@ class ChatSession:
             else:
                 yield f"[call: {part}]\n"
                 calls.append(part)
-        called = {"tool_calls": [call.as_message() for call in calls]} if calls else {}
+        called: dict[str, Any] = {"tool_calls": [call.as_message() for call in calls]} if calls else {}
         self.messages.append({"role": "assistant", "content": "".join(texts), **called})
 
     def _parts(self, pieces: Iterator[str]) -> Iterator[str | ToolCall]:
