@@ -124,7 +124,8 @@ class ChatSession:
                 texts.append(part)
                 yield part
             else:
-                yield f"[call: {part}]\n"
+                line_break = "\n" if texts or calls else ""
+                yield f"{line_break}[call: {part}]"
                 calls.append(part)
         called: dict[str, Any] = {"tool_calls": [call.as_message() for call in calls]} if calls else {}
         self.messages.append({"role": "assistant", "content": "".join(texts), **called})
