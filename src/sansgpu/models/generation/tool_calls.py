@@ -121,7 +121,7 @@ def _special_names(names: Mapping[str, Any]) -> str:
     return json.dumps({name: text for name, text in names.items() if isinstance(text, str)})
 
 
-class _Trial(NamedTuple):
+class _TemplateTrial(NamedTuple):
     """What a chat template does with a tool and calls of it."""
 
     shows_tools: bool
@@ -131,7 +131,7 @@ class _Trial(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _trial(template: str, names: str) -> _Trial:
+def _trial(template: str, names: str) -> _TemplateTrial:
     writer = _TrialWriter(template, json.loads(names))
     shown = list[CallNeeds]()
     for needs in (CallNeeds(), CallNeeds(text_arguments=True), CallNeeds(named_ids=True), CallNeeds(True, True)):
@@ -143,8 +143,8 @@ def _trial(template: str, names: str) -> _Trial:
             one, two, empty = (writer.call_in(text) for text in texts)
             form = None if one is None else infer_form(one, two, empty, _KNOWN)
             if form is not None:
-                return _Trial(writer.shows_tools, True, needs, form)
-    return _Trial(writer.shows_tools, bool(shown), shown[0] if shown else CallNeeds(), None)
+                return _TemplateTrial(writer.shows_tools, True, needs, form)
+    return _TemplateTrial(writer.shows_tools, bool(shown), shown[0] if shown else CallNeeds(), None)
 
 
 def _calls() -> Iterator[list[dict[str, Any]]]:
