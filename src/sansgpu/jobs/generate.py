@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.machine.probe import available_memory, has_bf16_tensors
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.weights import weights_sha256
+from sansgpu.models.generation.call_reader import ToolCallReader
+from sansgpu.models.generation.calls import ToolCall
 from sansgpu.models.generation.generate import BatchModel, Completion, complete, stops_of, stream
 from sansgpu.models.generation.omitted import omitted_parts
 from sansgpu.models.generation.prompts import RejectedConversationError
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
 from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables
 from sansgpu.models.generation.text import without_stop
+from sansgpu.models.generation.tool_calls import schemas_of
 from sansgpu.models.modules import set_matmul_precision
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
@@ -99,8 +102,11 @@ class ChatSession:
             raise ConfigError(
                 f"{model.target} has no chat template; use `sansgpu generate`, or set data.chat_template."
             )
+        self._form = None if self._model.tool_use is None else self._model.tool_use().form
+        if self._form is not None:
+            self._model = replace(self._model, decode=partial(self._model.decode, marks=self._form.marks))
         self._variables = variables
-        self._system_messages = [{"role": "system", "content": system}] if system else []
+        self._system_messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
@@ -111,12 +117,28 @@ class ChatSession:
         require_valid_sampling(sampling)
         assert self._model.chat_ids is not None
         self.messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
         ids = self._model.chat_ids(self.messages, variables=self._variables)
-        for piece in stream(self._model, ids, max_new_tokens, sampling):
-            pieces.append(piece)
-            yield piece
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        texts, calls = list[str](), list[ToolCall]()
+        for part in self._parts(stream(self._model, ids, max_new_tokens, sampling)):
+            if isinstance(part, str):
+                texts.append(part)
+                yield part
+            else:
+                line_break = "\n" if texts or calls else ""
+                yield f"{line_break}[call: {part}]"
+                calls.append(part)
+        called: dict[str, Any] = {"tool_calls": [call.as_message() for call in calls]} if calls else {}
+        self.messages.append({"role": "assistant", "content": "".join(texts), **called})
+
+    def _parts(self, pieces: Iterator[str]) -> Iterator[str | ToolCall]:
+        """Divides an answer into texts and the calls of functions that it contains."""
+        if self._form is None:
+            yield from pieces
+            return
+        reader = ToolCallReader(self._form, {})
+        for piece in pieces:
+            yield from reader.add(piece)
+        yield from reader.end()
 
 
 def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress) -> dict[str, Any]:
@@ -187,8 +209,8 @@ def _complete_rest(
         reader, ids = model.open_reader(slots, length), [ids for _, ids in rest]
         completions = complete(reader, ids, model.ends, limits, request.sampling, done, stops_of(model))
         for completion in _in_order(counted(completions), done):
-            text = without_stop(model.decode(completion.ids), model.stops)
-            row = prompts[completion.row][0].completed(text, completion.reason)
+            prompt = prompts[completion.row][0]
+            row = prompt.completed(*_answer(model, completion, prompt))
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.finish()
     seconds = time.monotonic() - start
@@ -200,6 +222,18 @@ def _complete_rest(
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
     }
+
+
+def _answer(model: BatchModel, completion: Completion, prompt: Prompt) -> tuple[str, str, list[dict[str, Any]]]:
+    """Returns the text of a completion, why it ended, and its calls if it continues a conversation with tools."""
+    use = model.tool_use() if prompt.tools and prompt.has_turns and model.tool_use is not None else None
+    if use is None or use.form is None:
+        return without_stop(model.decode(completion.ids), model.stops), completion.reason, []
+    reader = ToolCallReader(use.form, schemas_of(prompt.tools))
+    whole = without_stop(model.decode(completion.ids, marks=use.form.marks), model.stops)
+    parts = [*reader.add(whole), *reader.end()]
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, completion.reason, [part.as_message() for part in parts if isinstance(part, ToolCall)]
 
 
 def _encoded(

@@ -12,14 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sansgpu.cli import run as cli
+from tests.processes import Captured, json_of, write_rows
 from tests.tasks.folders import model_folder
-from tests.tool_templates import HERMES, LLAMA, MISTRAL
+from tests.tool_templates import FAMILIES, HERMES, LLAMA, MISTRAL
 
 openai = pytest.importorskip("openai")
 
 from tests.jobs.serve.serving import Server, served  # noqa: E402  needs openai
 
-FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "lfm2": FAMILIES["lfm2"], "glm": FAMILIES["glm-4.5"]}
 THINKING = "{% if enable_thinking is defined and enable_thinking %}{{ '<|im_start|>think' }}{% endif %}"
 TOOL = {
     "type": "function",
@@ -31,9 +33,10 @@ QUESTION, GREETING = {"role": "user", "content": "Blue mugs?"}, {"role": "user",
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "14", "tool_call_id": "a1b2c3d4e"}
 LESSONS = (
-    ([QUESTION], CALLING),
-    ([GREETING], {"role": "assistant", "content": "Good morning"}),
-    ([QUESTION, CALLING, RESULT], {"role": "assistant", "content": "There are 14."}),
+    ([QUESTION], CALLING, [TOOL]),
+    ([GREETING], {"role": "assistant", "content": "Good morning"}, [TOOL]),
+    ([QUESTION, CALLING, RESULT], {"role": "assistant", "content": "There are 14."}, [TOOL]),
+    ([QUESTION], CALLING, None),
 )
 
 
@@ -44,8 +47,8 @@ def taught(folder: Path, template: str) -> Path:
     tokenizer.chat_template = THINKING + template
     tokenizer.save_pretrained(folder)
     texts = []
-    for messages, answer in LESSONS:
-        render = {"tools": [TOOL], "tokenize": False}
+    for messages, answer, tools in LESSONS:
+        render = {"tools": tools, "tokenize": False}
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **render)
         whole = tokenizer.apply_chat_template([*messages, answer], **render)
         before, after = (tokenizer(part).input_ids for part in (prompt, whole[len(prompt) :].rstrip()))
@@ -129,6 +132,19 @@ def test_tools_and_variables_reach_the_template(server: Server) -> None:
     assert tokens(tools=[TOOL], tool_choice="none") == tokens(tools=[]) == expected()
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     assert tokens(extra_body=thinking) == expected(enable_thinking=True) > expected()
+
+
+def test_the_command_line_shows_calls(server: Server, tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"messages": [QUESTION], "tools": [TOOL]}, {"messages": [GREETING], "tools": [TOOL]}]
+    data, output, limits = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl", ("--max-new-tokens", "80")
+    json_of(capsys, "generate", server.folder, "--data", data, "--output", output, "--temperature", "0", *limits)
+    called, greeted = (json.loads(line)["messages"][-1] for line in output.read_text().splitlines())
+    function = {"type": "function", "function": {"name": "get_stock", "arguments": ARGUMENTS}}
+    assert called == {"role": "assistant", "content": "", "tool_calls": [function]}
+    assert greeted == {"role": "assistant", "content": "Good morning"}
+    if "llama" not in str(server.folder):  # whose calls are marked by nothing but the names of known functions
+        assert cli(["chat", str(server.folder), "--prompt", "Blue mugs?", "--temperature", "0", *limits]) == 0
+        assert capsys.readouterr().out.strip() == '[call: get_stock(sku="MUG-B")]'
 
 
 @pytest.mark.parametrize(

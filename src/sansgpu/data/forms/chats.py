@@ -154,17 +154,23 @@ class Prompt(TypedRow):
         """The columns beside the prompt, on which a reward may depend."""
         return {name: value for name, value in self.row.items() if name not in ("prompt", "messages", "text")}
 
-    def completed(self, completion: str, reason: str) -> Row:
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion becomes a new turn of the row."""
+        return self.column == "messages" or self.column in TURN_COLUMNS
+
+    def completed(self, completion: str, reason: str, calls: Sequence[Message] = ()) -> Row:
         """Returns the row with the completion: as a new turn if it has a list of turns, otherwise as `completion`.
 
-        If the prompt is a `text`, the completion is also appended to it.
+        A turn also has the `calls` of the completion, if any. A `text` is continued with the completion.
         """
         row = {**self.row, "completion": completion, "finish_reason": reason}
         if self.column == "text":
             row["text"] += completion
-        elif self.column == "messages" or self.column in TURN_COLUMNS:
+        elif self.has_turns:
             turns = row["messages"] if isinstance(row.get("messages"), list) else self.turns
-            row["messages"] = [*turns, {"role": "assistant", "content": row.pop("completion")}]
+            called = {"tool_calls": [*calls]} if calls else {}
+            row["messages"] = [*turns, {"role": "assistant", "content": row.pop("completion"), **called}]
         return row
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from sansgpu.jobs.serve.bodies import ChatBody, EmbeddingBody, GenerationBody
 from sansgpu.jobs.serve.worker import Accepted, Finished, Progress, ServiceError, TextPiece, TokenScore, Vectors
-from sansgpu.models.generation.tool_calls import ToolCall, ToolCallReader
+from sansgpu.models.generation.call_reader import ToolCallReader
+from sansgpu.models.generation.calls import ToolCall
 
 Object = dict[str, Any]
 DONE = "[DONE]"

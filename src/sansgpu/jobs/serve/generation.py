@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,11 +18,13 @@ from sansgpu.config.wording import counted
 from sansgpu.events.progress import Warn
 from sansgpu.jobs.serve.worker import Accepted, Endpoint, Finished, ServiceError, TextPiece, TokenScore, Work, Worker
 from sansgpu.models.generation.batch import Continuation, RunningBatch, ScoredToken
+from sansgpu.models.generation.call_form import CallForm
+from sansgpu.models.generation.call_reader import ToolCallReader
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SlotReader
 from sansgpu.models.generation.prefix_cache import PrefixCache
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.generation.text import StopStrings, TextPieces
-from sansgpu.models.generation.tool_calls import CallForm, ToolCallReader
+from sansgpu.models.generation.tool_calls import schemas_of
 
 PREFIX_SHARE = 4  # memory of the running sequences / memory of the finished ones that later prompts may begin with
 WAITING_RATIO = 8  # maximum number of waiting sequences for each that can run
@@ -75,15 +78,15 @@ class GenerationWork(Work):
         """Returns readers of the calls in each answer, once the work is accepted; None if there can be none."""
         if self.form is None or isinstance(chat := self.prompts[0], str):
             return None
-        names = {tool["function"]["name"] for tool in chat.tools}
-        return [ToolCallReader(self.form, names, chat.most_calls) for _ in range(self.places)]
+        return [ToolCallReader(self.form, schemas_of(chat.tools), chat.most_calls) for _ in range(self.places)]
 
 
 class _Choice:
     """One of the texts of a request."""
 
     def __init__(self, work: GenerationWork, index: int, tokens: Continuation, model: BatchModel) -> None:
-        decode, stops = model.decode, [*work.stop, *model.stops]
+        decode = model.decode if work.form is None else partial(model.decode, marks=work.form.marks)
+        stops = [*work.stop, *model.stops]
         self.work, self.index, self.tokens = work, index, tokens
         self._pieces, self._stops, self._read = TextPieces(decode), StopStrings(stops), 0
         self._decode, self._scored = decode, 0  # tokens whose scores were sent

@@ -55,7 +55,7 @@ class BatchModel:
     together: bool  # whether the model can process several sequences at once
     text_ids: Callable[[str], list[int]]
     chat_ids: Callable[..., list[int]] | None  # of messages, tools and variables; None: it has no chat template
-    decode: Callable[[list[int]], str]
+    decode: Callable[..., str]  # of tokens, and the special tokens to keep in the text
     ends: frozenset[int]
     tool_use: Callable[[], ToolUse] | None = None  # None: it has no chat template
     stops: tuple[str, ...] = ()  # texts that end an answer if the chat template ends it without a token

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from sansgpu.config import ConfigError
@@ -20,7 +20,7 @@ from sansgpu.models.generation.special_texts import (
     encode_raw,
 )
 from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables, require_variables
-from sansgpu.models.generation.tool_calls import tool_use
+from sansgpu.models.generation.tool_calls import adapted_to, special_tokens, tool_use
 
 
 class RejectedConversationError(ConfigError):
@@ -94,7 +94,8 @@ def prompt_text(
     try:
         template = revise(tokenizer.get_chat_template(tools=list(tools) or None))
         names = with_tools({**tokenizer.special_tokens_map, **variables}, tools)
-        prompt = render_prefixes(template, names, messages, [(len(messages), new_answer)])[0]
+        turns = adapted_to(template, tokenizer.special_tokens_map, messages)
+        prompt = render_prefixes(template, names, turns, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
@@ -124,8 +125,22 @@ def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:
     return ids or [first]
 
 
-def decode(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+class TokenDecoder:
+    """Decodes tokens of a tokenizer into text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return special_tokens(self._tokenizer)
+
+    def __call__(self, ids: list[int], marks: Collection[str] = ()) -> str:
+        """Returns the text of tokens without special ones, except `marks`."""
+        if not marks:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        kept = [token for token in ids if token not in self._special or self._special[token] in marks]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
@@ -134,7 +149,7 @@ def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
         "text_ids": partial(text_prompt_ids, tokenizer),
         "chat_ids": None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
         "tool_use": None if tokenizer.chat_template is None else partial(tool_use, tokenizer),
-        "decode": partial(decode, tokenizer),
+        "decode": TokenDecoder(tokenizer),
         "ends": frozenset(end_tokens(tokenizer, ends).ids),
         "stops": stop_strings(tokenizer),
     }

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sansgpu.models.generation.generate import BatchModel, Completion, complete, stops_of
-from sansgpu.models.generation.prompts import decode
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.generation.text import without_stop
 from sansgpu.tasks.grpo.batch import PromptRow
@@ -45,7 +44,7 @@ class Rollout:
         with reading(self._unpadded.model), torch.no_grad():
             model = batch_model(self._unpadded, self._tokenizer)
             found = self._completions(model, questions, sampling, first)
-        texts = [without_stop(decode(self._tokenizer, one.ids), model.stops) for one in found]
+        texts = [without_stop(model.decode(one.ids), model.stops) for one in found]
         ids = [one.ids if one.stop is None else [*one.ids, one.stop] for one in found]
         rewards = self._reward(questions, texts, ids)
         truncated = [one.reason == "length" for one in found]

@@ -24,6 +24,7 @@ from sansgpu.machine.untrusted.templates import (
 )
 from sansgpu.models.generation.omitted import omitted_parts
 from sansgpu.models.generation.thoughts import THOUGHT_END, THOUGHT_KEYS, lost_thoughts
+from sansgpu.models.generation.tool_calls import adapted_to
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
@@ -117,6 +118,7 @@ class RenderedConversation:
         self, turns: Sequence[Message], prefixes: Sequence[tuple[int, bool]], tools: Tools
     ) -> list[Rendered]:
         try:
+            turns = adapted_to(self._template, self._names, turns)
             return render_prefixes(self._template, with_tools(self._names, tools), turns, prefixes)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
@@ -138,7 +140,8 @@ class RenderedConversation:
         token of its own, it includes all text after it.
         """
         try:
-            marked = render_spans(self._template, with_tools(self._names, self._tools), self._turns)
+            turns = adapted_to(self._template, self._names, self._turns)
+            marked = render_spans(self._template, with_tools(self._names, self._tools), turns)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
         self._require_text(marked)
