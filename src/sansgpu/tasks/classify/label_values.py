@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections import Counter, defaultdict
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sansgpu.config.wording import truncate
-from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_cell, with_point
+from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_text, with_point
 from sansgpu.data.forms.label_columns import flag
 from sansgpu.data.forms.labels import label_name
 
@@ -78,7 +77,7 @@ def listed(cell: str) -> list[Any] | None:
     text = cell.strip()
     if text == "set()":
         return []
-    value = _tuple(text) if text[:1] + text[-1:] == "()" else parsed_cell(text)
+    value = parsed_text(text)
     if isinstance(value, (list, tuple, set)):
         return [item for item in value if item is not None]
     inner = text[1:-1].replace("\n", " ").strip()
@@ -87,13 +86,6 @@ def listed(cell: str) -> list[Any] | None:
     if quoted := re.findall(r"'([^']*)'|\"([^\"]*)\"", inner):  # other items are null
         return [one or other for one, other in quoted]
     return [part.strip() for part in (inner.split(",") if "," in inner else inner.split())]
-
-
-def _tuple(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def is_broken_list(value: Any) -> bool:
