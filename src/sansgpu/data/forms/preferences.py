@@ -27,7 +27,7 @@ from sansgpu.data.tables import Columns
 
 PROMPT_COLUMNS = "prompt", "input", "user_prompt"  # besides those of instructions
 RATING_COLUMNS = "label", "kto_tag"  # the second as in LLaMA-Factory's rows
-SCORE_KEYS = "overall_score", "fine-grained_score", "score", "rating"  # of completions, as in UltraFeedback
+SCORE_KEYS = "overall_score", "fine-grained_score", "score", "rating"  # scores of completions, as in UltraFeedback
 # The keys True and False also match the numbers 1 and 0.
 RATINGS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 # Roles in the texts of Anthropic's HH.

@@ -251,7 +251,7 @@ def with_calls(where: str, number: int, turn: Message) -> Message:
         calls = parsed_cell(turn["function_call"])
         turn = {key: part for key, part in turn.items() if key != "function_call"}
     if not calls:
-        is_text = isinstance(turn.get("tool_calls"), str)  # of an empty list
+        is_text = isinstance(turn.get("tool_calls"), str)  # such as "[]"
         return {key: part for key, part in turn.items() if key != "tool_calls"} if is_text else turn
     listed = calls if isinstance(calls, list) else [calls]
     return {**turn, "tool_calls": [_call(where, number, without_nulls(parsed_cell(call))) for call in listed]}

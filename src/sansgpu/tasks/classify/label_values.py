@@ -14,10 +14,10 @@ from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_text, with_point
 from sansgpu.data.forms.label_columns import flag
 from sansgpu.data.forms.labels import label_name
 
-SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
+SEPARATORS = ("||", "|", ";", "\n", ",")  # between labels in a cell, in the order in which they are tried
 MAX_NUMBER_CLASSES = 30  # up to this many distinct whole numbers are classes, however often each of them occurs
 MAX_NUMBER = 1e300
-MAX_LABEL_WORDS = 4  # of a label that is separated from others by a comma
+MAX_LABEL_WORDS = 4  # longest label that a comma may separate from others
 DENSE = 0.8  # numbers from 0 or 1 on are counted as gapless if at least this share of them occurs
 # Rows per distinct number from which whole numbers are classes: those from 0 or 1 on without gaps, and others.
 ROWS_OF_INDEX, ROWS_OF_CODE = 2, 5
@@ -133,7 +133,7 @@ def _vectors(lists: Sequence[list[Any]]) -> LabelCells | None:
     filled = sum(len(value) > 0 for value in lists)
     least = MIN_VECTORS if width == 2 else MIN_LONG_VECTORS
     if width < 2 or count < least * filled or (width == 2 and filled < len(lists)):
-        return None  # of two labels, a list of both is no vector if other rows have none
+        return None  # lists of two label ids are no vectors if other lists are empty
     return LabelCells("vector", width=width, why=f"labels are vectors of {width} zeros and ones")
 
 
