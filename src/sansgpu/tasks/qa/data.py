@@ -27,9 +27,8 @@ BATCH = 1000  # questions per call of the tokenizer, which runs in parallel
 class QuestionWindow(Window):
     """A window with a question and part of its context; `text` is the index of the question.
 
-    `start` and `end` are the positions of the answer's first and last token,
-    or both `cls` if the window does not contain the complete answer. `offsets` are characters [start, stop) in the
-    context.
+    `start` and `end` are the positions of the answer's first and last token, or both `cls` if the window does not
+    contain the complete answer. `offsets` are characters [start, stop) in the context.
     """
 
     start: int
