@@ -205,7 +205,8 @@ class SplitEvaluator(Generic[M, P]):
 class WindowedSplit(Split, Protocol):
     """The texts of one split in windows, of which batches are made."""
 
-    bad_rows: RowReport
+    @property
+    def bad_rows(self) -> RowReport: ...
 
     def by_text(self) -> list[list[int]]: ...
 
