@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from sansgpu.config import ConfigError
 from sansgpu.config.data import DataConfig
 from sansgpu.data.batch import Batch
 from sansgpu.data.pack import Windows
-from sansgpu.data.row_report import RowReport
 from sansgpu.data.sources import Source, open_single
 from sansgpu.tasks.task import EvaluationRequest, Sums
+
+if TYPE_CHECKING:  # pretraining reads no rows
+    from sansgpu.data.row_report import RowReport
 
 BATCH_DEVIATIONS = 4  # the largest of thousands of random batches is this many standard deviations above the mean
 
