@@ -38,7 +38,7 @@ class Hub:
     rejects_tokens: bool = False  # as the Hub does with invalid ones
     converted: Path | None = None  # files of the branch refs/convert/parquet
     waits: list[dict[str, str]] = field(default_factory=list)  # headers of the answers 429 to the next requests
-    status: int | None = None  # of all answers, except to the question whether there is a Hub
+    status: int | None = None  # status of all responses, except to the request that checks the Hub is reachable
     downloads: list[str] = field(default_factory=list)  # the file and range of each download of data
     requests: int = 0
     sent: int = 0  # bytes of data

@@ -96,7 +96,7 @@ def test_make_refuses_an_older_python_before_it_installs_anything(tmp_path: Path
     assert (code, venv.exists()) == (2, False)
     assert sentence.startswith(f"{old} is Python")
     assert sentence.endswith("name it: make PYTHON=python3.12")
-    subprocess.run([old, "-m", "venv", "--without-pip", venv], check=True)  # of a release that supported this Python
+    subprocess.run([old, "-m", "venv", "--without-pip", venv], check=True)  # a release that supported this Python
     code, sentence = make(sys.executable)
     assert code == 2
     assert sentence.startswith(f"{venv}/bin/python is Python")

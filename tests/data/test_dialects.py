@@ -207,7 +207,10 @@ def test_lines_in_quotes_keep_their_ends(tmp_path: Path) -> None:
         ('The 5" screen\r\nis bright', "pos"),
         ("a\n\nb", "neg"),
     ]
-    assert rows(tmp_path / "c.csv", "text,label\ra,pos\rb,neg\r") == [("a", "pos"), ("b", "neg")]  # of old Macs
+    assert rows(tmp_path / "c.csv", "text,label\ra,pos\rb,neg\r") == [
+        ("a", "pos"),
+        ("b", "neg"),
+    ]  # old Macs
 
 
 def test_quotes_between_tabs_are_recognized(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 from sansgpu.data.forms.form import USUAL, Form
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row, same_content
-from sansgpu.data.preview.example import ExamplePart, learned_length, parts_of, text_in
+from sansgpu.data.preview.example import ExamplePart, learned_length, text_in
 from sansgpu.data.preview.facts import SplitFacts, length_bins, repetition, scripts_of
+from sansgpu.data.preview.row_types import parts_of
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.tables import Columns
 

@@ -149,7 +149,7 @@ def settings_load(*chosen: str) -> Try:
 
 def per_process(_: Path) -> None:
     training = TrainingConfig(distributed_backend="gloo", world_size=4, batch_size=1, gradient_accumulation_steps=4)
-    assert effective_batch(training) == 4  # of all processes
+    assert effective_batch(training) == 4  # summed over processes
 
 
 def measured_while_training(_: Path) -> None:

@@ -153,7 +153,7 @@ TemplateVariableOption = Annotated[
         metavar="NAME=VALUE",
     ),
 ]
-# Of type Any, because the values of `parse` have the type Precision, whose import takes long.
+# The type is Any because `parse` returns Precision, whose import takes long.
 PrecisionOption = Annotated[
     Any, precision_option("as in training; fp32 for models that are not runs, and for runs in bf16 without bf16 here.")
 ]

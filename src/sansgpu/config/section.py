@@ -200,6 +200,13 @@ class Section(BaseModel):
         given = {key: self.__dict__[key] for key in self.model_fields_set}
         return {**given, **{key: section.given_values() for key, section in inner.items()}}
 
+    def with_values(self, section: str, **values: Any) -> Self:
+        """Returns a copy with other values in a nested section such as `training.distillation`, without validation."""
+        first, _, inner = section.partition(".")
+        nested = getattr(self, first)
+        changed = nested.with_values(inner, **values) if inner else nested.model_copy(update=values)
+        return self.model_copy(update={first: changed})
+
     def _take(self, other: Section, before: Section) -> None:
         """Applies a change: `other` is a validated copy with the change, and `before` is the section without it.
 

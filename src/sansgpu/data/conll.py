@@ -27,7 +27,7 @@ DEFAULT_TAG_COLUMN = -1
 MAX_TOKENS = 1_000_000  # tokens per sentence; without a limit, a file without empty lines could exhaust memory
 LAYOUT_LINES = 20_000  # lines at the start of a file that decide which columns have the words and the tags
 DOCUMENT_START = "-DOCSTART-"
-WORD_NAMES = ("word", "words", "token", "tokens", "form")  # of columns, in lower case
+WORD_NAMES = ("word", "words", "token", "tokens", "form")  # names of columns with words, in lower case
 TAG_NAMES = ("tag", "tags", "ner", "ner_tag", "ner_tags", "label", "labels", "entity", "bio", "iob", "iob2")
 EMPTY = "_"  # in CoNLL-U
 # Labels of phrases in CoNLL-2000 and CoNLL-2003.
@@ -91,7 +91,7 @@ def _is_spelled(tags: Collection[str], spelling: TagSpelling) -> bool:
 class _TagColumn(NamedTuple):
     """A column with entity tags."""
 
-    key: str | None  # of the tag in a value such as `SpaceAfter=No|NE=B-PER`
+    key: str | None  # key before the tag in a value such as `SpaceAfter=No|NE=B-PER`
     labels: Counter[str]
     has_empty: bool  # True: `_` is one of its values
 
@@ -121,7 +121,7 @@ class ConllLayout:
 
     word: int = 0
     tag: int = DEFAULT_TAG_COLUMN
-    key: str | None = None  # of the tag in a column such as `SpaceAfter=No|NE=B-PER`
+    key: str | None = None  # key before the tag in a column such as `SpaceAfter=No|NE=B-PER`
     width: int = 0  # usual number of columns
     header: bool = False  # True: the first line has the names of the columns
     commas: bool = False  # True: the columns are separated by commas

@@ -13,7 +13,7 @@ from sansgpu.data.rows import BadRowError, LeftOutError
 
 SKIPPED_WITHOUT_LIMIT = 10  # invalid rows that may always be skipped, so that a small sample can be tried
 MAX_PROBLEMS = 1000  # error messages to keep
-MAX_UNUSED_CHARACTERS = 400  # of the list of columns that are not used
+MAX_UNUSED_CHARACTERS = 400  # longest list of unused columns
 
 _Row = TypeVar("_Row")
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ class RowReport:
         self._unused: Counter[str] = Counter()
         self._remarks: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()  # valid rows that are not used, by reason
-        self.rows = 0  # of the source
+        self.rows = 0  # rows read from the source
         self.skipped = 0
         self.first: str | None = None  # error message of the first invalid row
         self.problems: dict[str, str] = {}  # error messages of the first invalid rows, by location

@@ -44,7 +44,7 @@ def _by_name(value: Any, names: list[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-MAX_PROBLEM_CHARACTERS = 400  # of a message about a row, which may quote a long value
+MAX_PROBLEM_CHARACTERS = 400  # longest message about a row, which may quote a long value
 TEXT_NAMES = ("text", "content")  # text columns to try, in this order, if data.text_column is not set
 CHAT_NAMES = (  # usual names of columns with prompts and answers
     *("prompt", "completion", "response", "instruction", "input", "context", "output", "question", "answer", "query"),

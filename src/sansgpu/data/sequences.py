@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,14 +93,48 @@ def _target_tensor(targets: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(targets if targets.dtype == np.float32 else targets.astype(np.int64))
 
 
-class Window(Protocol):
-    """A tokenized window of a longer text."""
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A window of T tokens of a longer text, which may follow or precede another text, such as a question."""
 
-    @property
-    def ids(self) -> np.ndarray: ...  # (T,) int32
+    text: int  # index of the text
+    ids: np.ndarray  # (T,) int32
+    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer returns them
 
-    @property
-    def type_ids(self) -> np.ndarray | None: ...  # (T,) int8, if the tokenizer has them
+
+class EncodedWindow(NamedTuple):
+    """A window as the tokenizer returns it."""
+
+    window: Window
+    offsets: np.ndarray  # (T, 2) int32: start and end character of each token in its text
+    sides: np.ndarray  # (T,): 0 for tokens of the first text, 1 for those of the second, -1 for special tokens
+
+
+def encoded_windows(
+    texts: Sequence[Sequence[str]], tokenizer: Any, split: int, first: int, max_length: int, overlap: int
+) -> Iterator[EncodedWindow]:
+    """Tokenizes examples of one or two texts into windows of at most `max_length` tokens.
+
+    `texts` has a list for each text of an example. The one with index `split` is split into windows, which overlap by
+    `overlap` tokens. `first` is the index of the first example.
+    """
+    encoded = tokenizer(
+        *texts,
+        truncation=("only_first", "only_second")[split],
+        max_length=max_length,
+        stride=overlap,
+        padding=False,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    for number, owner in enumerate(encoded["overflow_to_sample_mapping"]):
+        types = encoded["token_type_ids"][number] if "token_type_ids" in encoded else None
+        ids = np.array(encoded["input_ids"][number], np.int32)
+        yield EncodedWindow(
+            Window(first + int(owner), ids, None if types is None else np.array(types, np.int8)),
+            np.array(encoded["offset_mapping"][number], np.int32).reshape(-1, 2),
+            np.array([-1 if side is None else side for side in encoded.sequence_ids(number)], np.int64),
+        )
 
 
 class WindowedTexts:
@@ -115,6 +149,13 @@ class WindowedTexts:
     def lengths(self) -> np.ndarray:
         """The number of tokens of each window."""
         return np.array([len(window.ids) for window in self.windows], np.int64)
+
+    def by_text(self) -> list[list[int]]:
+        """Returns the indices of the windows of each text, without texts that have none."""
+        groups: dict[int, list[int]] = {}
+        for number, window in enumerate(self.windows):
+            groups.setdefault(window.text, []).append(number)
+        return list(groups.values())
 
     def packed(self, numbers: np.ndarray, targets: Sequence[np.ndarray] | np.ndarray) -> PackedSequences:
         """Returns a batch of the windows with the indices `numbers`."""

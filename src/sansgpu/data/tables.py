@@ -54,7 +54,7 @@ class Columns:
     label: Column | None = None
     tag: int | None = None  # in CoNLL files
     system: Column | None = None  # the system message of a chat
-    tools: Column | None = None  # of a chat
+    tools: Column | None = None  # the functions that the model of a chat may call
     labels: tuple[str, ...] = ()  # columns with 0 or 1, one for each label, instead of `label`
     separator: str = AUTO
     encoding: str = AUTO

@@ -70,8 +70,8 @@ def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
         usable = " or ".join(map(_flags, choices))
         known = "is" if loaded.source.config or loaded.task_class.recognizes(target) else "can only be used as"
         raise ConfigError(f"{target} {known} a model of {task}; pass {usable} instead of {_flags(tuple(row))}.")
-    named = data.model_copy(update={"text_column": None, "text_pair_column": None, "label_column": None})
-    return replace(loaded, config=loaded.config.model_copy(update={"data": named}))
+    named = loaded.config.with_values("data", text_column=None, text_pair_column=None, label_column=None)
+    return replace(loaded, config=named)
 
 
 def _flags(columns: Sequence[str]) -> str:

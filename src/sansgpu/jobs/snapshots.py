@@ -94,8 +94,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Warn) -> Path:
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one
     config, _ = load_config(file, find_beside=False)
-    here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
-    config = config.model_copy(update={"training": here})
+    config = config.with_values("training", checkpoint_dir=None, logging_dir=None)
     with write_failures_as(SansGPUError, output):
         best = best_snapshot(ancestors(snapshot, paths.snapshots))
         make_folder(output.parent)

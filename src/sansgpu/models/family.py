@@ -97,7 +97,7 @@ class Family:
 
     # config.json and weights of transformers
     model_class: str = ""  # transformers' class, e.g. "LlamaForCausalLM"
-    prefix: str = "model."  # of the names of all weights but the head's; files of a model without head may omit it
+    prefix: str = "model."  # before the names of all weights except those of the head; files without a head may omit it
     # Module of TransformerLM -> module of transformers; "{}" is the number of the block. Modules that TransformerLM
     # lacks are named in the same way.
     modules: Mapping[str, str] = field(default_factory=dict)

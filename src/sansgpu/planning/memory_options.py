@@ -94,6 +94,5 @@ def _memories(config: Config, precision: str) -> Iterator[tuple[bool, Memory]]:
     """Yields the memory without and with gradient checkpointing."""
     execution = Execution(accumulation=ACCUMULATION, precision=precision, kernels="native")
     for checkpointing in (False, True):
-        model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
-        changed = config.model_copy(update={"model": model})
+        changed = config.with_values("model", gradient_checkpointing=checkpointing)
         yield checkpointing, task_of(changed).costs(changed).memory(execution)

@@ -177,7 +177,7 @@ def _with_finish(config: Config) -> Config:
     if until is None:
         return config
     finish = finish_time(until, datetime.now()).isoformat(timespec="minutes")
-    return config.model_copy(update={"training": config.training.model_copy(update={"until": finish})})
+    return config.with_values("training", until=finish)
 
 
 def _corpus(
@@ -230,12 +230,8 @@ def prepare_data(
     trains = config.data.tokenizer in TRAINED_TOKENIZERS and config.acts("data.tokenizer")
     if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
         return task.prepare(config, cache, progress)
-    prepared, corpus = task.prepare(_with_tokenizer(config, str(tokenizer.absolute())), cache, progress)
-    return _with_tokenizer(prepared, config.data.tokenizer), corpus
-
-
-def _with_tokenizer(config: Config, tokenizer: str) -> Config:
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    prepared, corpus = task.prepare(config.with_values("data", tokenizer=str(tokenizer.absolute())), cache, progress)
+    return prepared.with_values("data", tokenizer=config.data.tokenizer), corpus
 
 
 def seconds_allowed(config: Config) -> float:

@@ -54,7 +54,7 @@ def with_expected_vocabulary(config: Config) -> Config:
 
 def _sized(config: Config, vocabulary: int) -> Config:
     size = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+    return config.with_values("model", vocab_size=size)
 
 
 class TaskDefaults:
@@ -202,7 +202,7 @@ def with_layers(config: Config, layers: int | None) -> Config:
     """Returns `config` with a different number of layers, or unchanged if `layers` is None."""
     if layers is None:
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"n_layers": layers})})
+    return config.with_values("model", n_layers=layers)
 
 
 @lru_cache(maxsize=8)

@@ -105,8 +105,7 @@ def configured_teacher_folder(config: Config) -> TeacherFolder:
 
 def with_length_of(config: Config, folder: TeacherFolder) -> Config:
     """Sets data.max_length to the length of the folder's examples."""
-    data = config.data.model_copy(update={"max_length": folder.settings["max_length"]})
-    return config.model_copy(update={"data": data})
+    return config.with_values("data", max_length=folder.settings["max_length"])
 
 
 def has_largest_excess(losses: torch.Tensor, reference: torch.Tensor, share: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from sansgpu.data.batch import Batch
 from sansgpu.data.pack import Windows
 from sansgpu.data.sources import Source, open_single
 from sansgpu.tasks.task import EvaluationRequest, Sums
+
+if TYPE_CHECKING:  # pretraining reads no rows
+    from sansgpu.data.row_report import RowReport
 
 BATCH_DEVIATIONS = 4  # the largest of thousands of random batches is this many standard deviations above the mean
 
@@ -199,6 +202,39 @@ class SplitEvaluator(Generic[M, P]):
         order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
         for start in range(0, len(order), size):
             yield self._part.batch(order[start : start + size])
+
+
+class WindowedSplit(Split, Protocol):
+    """The texts of one split in windows, of which batches are made."""
+
+    @property
+    def bad_rows(self) -> RowReport: ...
+
+    def by_text(self) -> list[list[int]]: ...
+
+
+W = TypeVar("W", bound=WindowedSplit)
+
+
+class WindowEvaluator(Generic[M, W]):
+    """Evaluates a model on texts in windows."""
+
+    def __init__(self, objective: M, tokenized: W) -> None:
+        self._objective, self._tokenized = objective, tokenized
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._objective.model
+        return model
+
+    def validation_batches(self, size: int) -> Iterator[Any]:
+        """Yields batches of about `size` windows, with all windows of a text in one batch."""
+        groups, lengths = self._tokenized.by_text(), self._tokenized.lengths
+        yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
+
+    def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds the number of bad rows, which were skipped."""
+        return {**metrics, "skipped": float(self._tokenized.bad_rows.skipped)}
 
 
 def whole_groups(

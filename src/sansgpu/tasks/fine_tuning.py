@@ -249,8 +249,7 @@ class FineTuningTask(ComposedTask):
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
         """Loads a transformers model and, for a run, its trained weights from the snapshot (checkpoint)."""
         config = source.config or cls.config_of_model(source)
-        model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
-        config = cls.with_vocabulary(config.model_copy(update={"model": model}))
+        config = cls.with_vocabulary(config.with_values("model", trust_remote_code=source.remote_code))
         objective = cls.objective_class(config, frozen=source.config is None)
         tokenizer = load_chat_tokenizer(config)
         if source.snapshot is not None:

@@ -26,7 +26,7 @@ BUSY_PERCENT = 25.0  # share of one core that other programs use
 THROTTLED_PERCENT = 5.0  # share of time in which the container's CPU quota stops the run
 SWAPPING_FAULTS_PER_SECOND = 20.0  # major page faults
 LOWER_RATE_DIVISOR = 5  # a suggested lower learning rate is the current one divided by this
-HIGHEST_USUAL_RATE = 0.02  # of Muon; a suggested rate is never higher
+HIGHEST_USUAL_RATE = 0.02  # highest learning rate that is suggested for Muon
 LASTING_STEPS = 10  # a problem that the task itself finds is reported if it lasts for this many steps
 CONSECUTIVE = 2  # events in a row before a warning, because a single one may be an outlier
 

@@ -180,19 +180,11 @@ def no_run_to_resume(folder: Path) -> ConfigError:
 def with_absolute_paths(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
     for path in declared_keys(type(config), "input_path"):
-        *section, key = path.split(".")
+        section, _, key = path.rpartition(".")
         name = setting(config, path)
         if name and name not in BUILT_IN_NAMES and (local := local_path(name)).exists():
-            config = _with_values(config, section, {key: os.path.abspath(local)})
+            config = config.with_values(section, **{key: os.path.abspath(local)})
     return config
-
-
-def _with_values(values: Any, section: Sequence[str], changes: dict[str, Any]) -> Any:
-    """Returns a copy of `values` with changes in a nested section."""
-    if not section:
-        return values.model_copy(update=changes)
-    first, *inner = section
-    return values.model_copy(update={first: _with_values(getattr(values, first), inner, changes)})
 
 
 def require_unclaimed_folders(paths: RunPaths) -> None:

@@ -16,7 +16,7 @@ from sansgpu.views.plots import Plot, Series
 from sansgpu.views.tables import grid, percent
 
 BAR_WIDTH = 30  # characters of the longest bar of a histogram
-MAX_PART_CHARACTERS = 2000  # of a text on the terminal, unless its row was asked for
+MAX_PART_CHARACTERS = 2000  # longest text on the terminal, unless its row was asked for
 MAX_LISTED, MAX_LABELS, MAX_SCRIPTS = 20, 40, 5
 MAX_PAGE_LABELS = 200
 LEARNED, SPECIAL, NAME = "green", "dim", "bold"  # styles on the terminal

@@ -12,7 +12,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.sources import open_sources
 
 SEED = int(os.environ.get("SANSGPU_FUZZ_SEED", "0"))
-NUMBER = 500  # of files for each form
+NUMBER = 500  # files for each form
 COUNT = 24  # rows of a file
 
 

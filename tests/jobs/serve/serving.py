@@ -40,7 +40,7 @@ class Server:
     process: Process
     url: str
     line: str  # the line that the server printed at its start
-    folder: Path  # of the model
+    folder: Path  # the model's folder
 
     def client(self, key: str = "unused") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)

@@ -35,7 +35,7 @@ def test_llama_cpp_knows_the_architecture_and_transformers_the_class(family: Fam
 
 
 def test_a_file_is_of_one_family() -> None:
-    """Of several families with one of llama.cpp's names, one has the files that no other recognizes."""
+    """Exactly one of the families that share a name in llama.cpp takes the files that no other recognizes."""
     others = Counter(family.llama_cpp_name for family in families.with_gguf() if family.gguf_recognizes is None)
     assert others == Counter({family.llama_cpp_name for family in families.with_gguf()})
 

@@ -20,7 +20,7 @@ from tests.tasks.folders import chat_rows
 
 pytestmark = [
     pytest.mark.usefixtures("home"),
-    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),  # of peft, about such adapters
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),  # peft warns about such adapters
 ]
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"

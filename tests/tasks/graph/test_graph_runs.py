@@ -110,7 +110,7 @@ def test_events_report_metrics_of_tokens_and_leaves(home: Path) -> None:
 def test_losses_of_steps_with_and_without_masked_leaves_are_comparable(home: Path) -> None:
     run = made(home, "rare", training__max_steps=8, **RARE_LEAVES)
     (start,), events = events_of(run, "start"), events_of(run, "step")
-    last = math.log(start["vocab_size"])  # of a uniform prediction, until leaves were masked
+    last = math.log(start["vocab_size"])  # the loss of a uniform prediction, for steps before any leaf is masked
     for event in events:
         last = event.get("mnm_loss", last)
         assert event["loss"] == pytest.approx(event["mlm_loss"] + last)

@@ -191,7 +191,7 @@ def test_windows_refer_to_their_question_in_any_batch(monkeypatch: pytest.Monkey
     for size in (3, 7, 1000):
         monkeypatch.setattr("sansgpu.tasks.qa.data.BATCH", size)
         together = make_windows(questions, TOKENIZERS["word-piece"], 12, 2)
-        assert [(window.question, *fields(window)) for window in together] == expected
+        assert [(window.text, *fields(window)) for window in together] == expected
 
 
 @pytest.mark.parametrize("context", ["\x00", "the \x00 cat"])
@@ -215,7 +215,7 @@ def test_questions_that_leave_no_room_can_be_skipped(tokenizer: Any) -> None:
     skipped = RowReport("skip")
     kept, windows = make_all_windows(questions, tokenizer, 16, 2, skipped)
     assert kept == [questions[1], questions[3]]
-    assert [window.question for window in windows] == [0, 1]
+    assert [window.text for window in windows] == [0, 1]
     assert skipped.skipped == 2
     assert str(skipped.first).startswith("question long has ")
     assert make_all_windows([long], tokenizer, 16, 2, skipped) == ([], [])

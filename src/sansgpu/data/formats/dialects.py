@@ -18,8 +18,8 @@ from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_names, sheet_r
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 MAX_SAMPLE = 500  # records that are read to recognize a table
-MAX_NAMES = 8  # of the columns, in a message
-MIN_SHARE = 0.5  # of the records that must have as many fields as the first, for a separator to be recognized
+MAX_NAMES = 8  # column names in a message
+MIN_SHARE = 0.5  # a separator is recognized if this share of records has as many fields as the first
 # Cells that programs write for a missing value: pandas, SQL, Excel and its errors.
 EMPTY_CELLS = frozenset(
     ("nan", "NaN", "-nan", "-NaN", "NaT", "NULL", "<NA>", "#N/A", "#NA", "#NAME?", "#VALUE!", "#REF!", "#DIV/0!")

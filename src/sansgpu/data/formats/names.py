@@ -57,7 +57,7 @@ def split_of(path: Path) -> str | None:
     first = re.split(r"[-_.]", path.name)[0].lower()
     if first in _SPLITS:
         return _SPLITS[first]
-    if suffix_of(path) in (".md", ".py"):  # of code, a name such as test or eval says something else
+    if suffix_of(path) in (".md", ".py"):  # names of code, such as test.py, name no split
         return None
     found = [_SPLITS[word.lower()] for word in _WORD.findall(path.stem) if word.lower() in _SPLITS]
     return found[-1] if found else None

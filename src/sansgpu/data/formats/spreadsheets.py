@@ -16,7 +16,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.data.formats.opening import BLOCK, FREE_EXPANSION, MAX_EXPANSION, open_seekable
 
 SPREADSHEETS = (".xlsx", ".ods")
-MAX_CELLS = 10_000_000  # of a sheet, from the first column and row to the last ones that have a value
+MAX_CELLS = 10_000_000  # largest sheet, from its first cell to its last column and row with a value
 # A cell of an .xlsx file with its column and row; a row of an .ods file, or a cell, that stands for several equal ones.
 _CELL = re.compile(rb"<(?:\w+:)?c\s[^<>]*?\br=\"([A-Z]{1,3})(\d{1,7})\"")
 _REPEATED = re.compile(rb"<[\w-]+:table-(row|cell)\b([^<>]*)>")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
-MAX_CELL_CHARACTERS = 1 << 20  # of a list or object; longer cells are texts
+MAX_PYTHON_VALUES = 1 << 18  # commas of a text in Python's notation, which takes hundreds of bytes for each value
+MAX_ARRAY_CHARACTERS = 1 << 20  # length of a text with arrays; NumPy abbreviates long ones
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,(\d{1,2}|\d{4,})")  # with three digits, it could separate thousands
 _ARRAY = re.compile(r"\barray\((\[.*?\])(?:,\s*dtype=[^()\[\]]+)?\)", re.DOTALL)  # a list that pandas has written
 _SCALAR = re.compile(r"\bnp\.\w+\(([^()]*)\)")  # an item of a list that NumPy 2 has written
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_ITEM = re.compile(rf"{_QUOTED}|[+-]?(?:0|[1-9]\d*)\.?\d*(?:e[+-]?\d+)?|True|False|None")
+_ITEM = re.compile(rf"{_QUOTED}|[+-]?(?:0|[1-9]\d*)(?:\.\d*)?(?:e[+-]?\d+)?|True|False|None")
 _NUMPY_LIST = re.compile(rf"\[\s*(?:{_ITEM.pattern})(?:\s+(?:{_ITEM.pattern}))+\s*\]", re.DOTALL)  # has no commas
 
 
@@ -23,19 +26,38 @@ def with_point(text: str) -> str:
 
 def parsed_cell(value: Any) -> Any:
     """Returns the list or object that a text holds as JSON, Python, NumPy or pandas write it; others unchanged."""
-    if not isinstance(value, str) or len(value) > MAX_CELL_CHARACTERS:
-        return value
-    text = value.strip()
-    if text.startswith("array("):
-        text = _ARRAY.sub(r"\1", text)
-    if text[:1] + text[-1:] not in ("[]", "{}"):
-        return value
-    for parse in (json.loads, _numpy_list, ast.literal_eval, _python_value):
+    found = parsed_text(value) if isinstance(value, str) else None
+    return found if isinstance(found, (list, dict)) else value
+
+
+def parsed_text(text: str) -> list[Any] | dict[Any, Any] | tuple[Any, ...] | set[Any] | None:
+    """Returns what a text holds like `parsed_cell`, or a tuple or set of Python; None for other texts.
+
+    The text may also be a JSON string with such a text.
+    """
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "{}", "()", '""') and not text.startswith("array("):
+        return None
+    for parse in _parsers(text):
         try:
-            return parse(text)
+            found = parse(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-    return value
+        found = parsed_text(found) if isinstance(found, str) else found
+        if isinstance(found, (list, dict, tuple, set)):
+            return found
+    return None
+
+
+def _parsers(text: str) -> Iterator[Callable[[str], Any]]:
+    has_arrays = len(text) <= MAX_ARRAY_CHARACTERS
+    yield json.loads
+    if has_arrays:
+        yield _numpy_list
+    if text.count(",") <= MAX_PYTHON_VALUES:
+        yield _python_value
+    if has_arrays:
+        yield _with_arrays
 
 
 def _numpy_list(text: str) -> list[Any]:
@@ -46,5 +68,11 @@ def _numpy_list(text: str) -> list[Any]:
 
 
 def _python_value(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in strings that are not Python
+        return ast.literal_eval(text)
+
+
+def _with_arrays(text: str) -> Any:
     """Parses a list or object with arrays or numbers of NumPy."""
-    return ast.literal_eval(_SCALAR.sub(r"\1", _ARRAY.sub(r"\1", text)))
+    return _python_value(_SCALAR.sub(r"\1", _ARRAY.sub(r"\1", text)))

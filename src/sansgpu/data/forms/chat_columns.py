@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sansgpu.config.wording import counted, shown
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.form import USUAL, is_empty, is_missing
-from sansgpu.data.forms.turns import Message, decoded, kind_of, read_turns, without_nulls
+from sansgpu.data.forms.turns import Message, kind_of, read_turns, without_nulls
 from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
 from sansgpu.data.tables import Columns
 
@@ -40,7 +41,7 @@ def require_nonempty(where: str, text: Any, column: str) -> None:
 
 def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
     """Returns the text in a list of one; other values unchanged. Raises BadRowError if a list has several texts."""
-    if not isinstance(value, list) or not value or not all(isinstance(decoded(text), str) for text in value):
+    if not isinstance(value, list) or not value or not all(isinstance(parsed_cell(text), str) for text in value):
         return value
     if len(value) > 1:
         raise row.error(f"{column} holds {counted(len(value), noun)}; write one row for each")
@@ -82,11 +83,10 @@ def read_tools(row: SourceRow, columns: Columns) -> Tools:
 
     The column may contain JSON text, or functions without that object. Raises BadRowError if it is invalid.
     """
-    value = _column_value(row, chat_columns(row.value, columns)[1], "data.tools_column")
-    value = decoded(value)
+    value = parsed_cell(_column_value(row, chat_columns(row.value, columns)[1], "data.tools_column"))
     if is_empty(value) or (isinstance(value, str) and not value.strip()):
         return ()
-    return tuple(_tool(row, decoded(tool)) for tool in (value if isinstance(value, (list, tuple)) else [value]))
+    return tuple(_tool(row, parsed_cell(tool)) for tool in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def _tool(row: SourceRow, tool: Any) -> Mapping[str, Any]:

@@ -62,7 +62,7 @@ def _is_plain(text: str) -> bool:
     return text.isascii() and "\r\n" not in text
 
 
-@lru_cache(maxsize=4)  # of the current text, for all units and spans
+@lru_cache(maxsize=4)  # enough for all units and spans of the current text
 def _edges(text: str, unit: Unit) -> np.ndarray:
     """Returns the offset of each character and of the end of a text, (characters + 1,), in a unit.
 

@@ -51,7 +51,7 @@ PAIR_COLUMNS = (
     ("question1", "question2"),
     ("text", "text_pair"),
 )
-LABEL_COLUMNS = ("label", "gold_label", "is_duplicate")  # of two texts
+LABEL_COLUMNS = ("label", "gold_label", "is_duplicate")  # columns that label pairs of texts
 SCORE_COLUMNS = ("score", "similarity_score", "similarity", "relatedness_score", *LABEL_COLUMNS)
 
 
@@ -62,7 +62,7 @@ class TextRow(TypedRow):
     texts: tuple[str, ...]
     score: float | None = None
     label: str | None = None
-    pair_label: str | None = None  # of two texts in a label column: a score or a class, such as of NLI
+    pair_label: str | None = None  # label column of two texts, with a score or a class, such as entailment
 
     @property
     def kind(self) -> RowKind:

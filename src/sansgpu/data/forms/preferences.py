@@ -10,6 +10,7 @@ from typing import Any
 
 from sansgpu.config.wording import shown
 from sansgpu.data.forms.answer_scores import remark_on_scores
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.chat_columns import after_system, all_turns, has_values, only_text, require_nonempty
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
@@ -20,13 +21,13 @@ from sansgpu.data.forms.chats import (
     prompt_and_answer,
 )
 from sansgpu.data.forms.form import Form, Forms, is_empty, is_missing
-from sansgpu.data.forms.turns import Message, as_turns, chatml_turns, decoded, read_turns, role_of, turns_in_text
+from sansgpu.data.forms.turns import Message, as_turns, chatml_turns, read_turns, role_of, turns_in_text
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
 PROMPT_COLUMNS = "prompt", "input", "user_prompt"  # besides those of instructions
 RATING_COLUMNS = "label", "kto_tag"  # the second as in LLaMA-Factory's rows
-SCORE_KEYS = "overall_score", "fine-grained_score", "score", "rating"  # of completions, as in UltraFeedback
+SCORE_KEYS = "overall_score", "fine-grained_score", "score", "rating"  # scores of completions, as in UltraFeedback
 # The keys True and False also match the numbers 1 and 0.
 RATINGS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 # Roles in the texts of Anthropic's HH.
@@ -112,7 +113,7 @@ def _pair_with_instruction_in(column: str) -> Callable[[SourceRow, Columns], Pre
 
 def _best_and_worst(row: SourceRow, columns: Columns) -> PreferenceRow:
     """Reads an instruction with several scored answers, of which the best and the worst are compared."""
-    completions = decoded(row.value["completions"])
+    completions = parsed_cell(row.value["completions"])
     scored = [(score_of(one), one.get("response")) for one in completions if isinstance(one, dict)]
     ranked = sorted(((score, text) for score, text in scored if score is not None), key=lambda pair: pair[0])
     if len(ranked) < 2 or ranked[0][0] == ranked[-1][0]:
@@ -133,7 +134,7 @@ def score_of(completion: Row) -> float | None:
 
 
 def _are_scored(row: Row, columns: Columns) -> bool:
-    completions = decoded(row.get("completions"))
+    completions = parsed_cell(row.get("completions"))
     are_objects = isinstance(completions, list) and any(isinstance(one, dict) for one in completions)
     return are_objects and isinstance(row.get("instruction"), str)
 
@@ -142,7 +143,7 @@ def _of_ranked(form: Form[PreferenceRow]) -> Form[PreferenceRow]:
     """Returns a form that also names the completions that are not compared."""
     return replace(form, unused=lambda row, columns: [
         *(form.unused(row, columns) if form.unused is not None else ()),
-        *_unused_of_completions([one for one in decoded(row["completions"]) if isinstance(one, dict)]),
+        *_unused_of_completions([one for one in parsed_cell(row["completions"]) if isinstance(one, dict)]),
     ])  # fmt: skip
 
 

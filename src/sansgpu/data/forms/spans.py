@@ -25,7 +25,7 @@ _ENDS = (
     "endCharIndex",
 )  # fmt: skip
 _LABELS = ("label", "labels", "hypertextlabels", "entity", "entity_group", "entity_type", "type", "tag", "Type", "obj")
-_SAME = ("token_start", "token_end")  # of Prodigy and `sansgpu predict`; they follow from the offsets
+_SAME = ("token_start", "token_end")  # keys of Prodigy and `sansgpu predict`, which follow from the offsets
 _LEFT_OUT = ("reject", "ignore")  # answers of Prodigy
 
 
@@ -194,7 +194,7 @@ def _results(annotation: Row) -> Iterator[Row]:
     for result in results if isinstance(results, list) else ():
         value = result.get("value") if isinstance(result, dict) else None
         if isinstance(value, dict) and _first(value, _STARTS) is not None:
-            places = value.get("globalOffsets")  # of HTML, in which the others are relative to an element
+            places = value.get("globalOffsets")  # in HTML, other offsets are relative to an element
             yield {**value, **places, "globalOffsets": None} if isinstance(places, dict) else value
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
 from sansgpu.config.wording import shown
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.rows import bad_row
 
 Message = dict[str, Any]  # role, content, and any other keys for the chat template
@@ -73,30 +72,6 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def decoded(value: Any) -> Any:
-    """Returns a list or object that is given as JSON text, or as Python writes it; returns other values unchanged.
-
-    CSV and Parquet files contain such texts, because a cell has no lists.
-    """
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"')):
-        return value
-    for parse in json.loads, _python_literal:
-        try:
-            found = parse(value.strip())
-            found = decoded(found) if isinstance(found, str) else without_nulls(found)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            continue
-        if isinstance(found, (list, dict)):
-            return found
-    return value
-
-
-def _python_literal(text: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes in strings that are not Python
-        return ast.literal_eval(text)
-
-
 def chatml_turns(text: str) -> list[Message]:
     """Returns the turns of a text that consists of ChatML turns with known roles; of other texts, an empty list."""
     text = text.rstrip()
@@ -118,7 +93,7 @@ def role_of(turn: Any) -> Any:
 
 def turns_in_text(value: Any) -> Any:
     """Returns turns that are given as text, as in the cells of CSV files; returns other values unchanged."""
-    found = decoded(value)
+    found = parsed_cell(value)
     first = found[0] if isinstance(found, list) and found else found
     is_turn = isinstance(first, dict) and role_of(first) in tuple(FOLLOWS) and any(key in first for key in CONTENT_KEYS)
     return found if is_turn else value
@@ -133,7 +108,7 @@ def as_turns(value: Any, role: str) -> Any:
 
 def looks_like_turns(value: Any) -> bool:
     """Returns whether the value of a column is a list of turns, or such a list as JSON text."""
-    value = decoded(value)
+    value = parsed_cell(value)
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(v, type(value[0])) for v in value)
 
 
@@ -142,7 +117,7 @@ def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterato
 
     Raises BadRowError if one is invalid. Answers that are not learned have the key `weight` with the value 0.
     """
-    values = decoded(values)
+    values = parsed_cell(values)
     if isinstance(values, dict) and any(isinstance(values.get(key), list) for key in ROLE_KEYS):
         values = _from_lists(without_nulls(values))
     if isinstance(values, str):
@@ -169,7 +144,7 @@ def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
 
     Yields other values unchanged.
     """
-    parts = [decoded(value) for value in values]
+    parts = [without_nulls(parsed_cell(value)) for value in values]
     if all(isinstance(part, dict) for part in parts):
         values = parts
     if len(values) > 1 and all(isinstance(value, str) for value in values):
@@ -257,7 +232,7 @@ def _is_text_part(part: Any) -> bool:
 
 def unused_of_parts(turns: Any) -> Iterator[str]:
     """Names the keys beside the text in parts of contents, such as `cache_control`."""
-    listed = decoded(turns)
+    listed = parsed_cell(turns)
     for turn in listed if isinstance(listed, (list, tuple)) else [listed]:
         for key in CONTENT_KEYS if isinstance(turn, dict) and role_of(turn) != "tool" else ():
             parts = turn.get(key)
@@ -271,15 +246,15 @@ def with_calls(where: str, number: int, turn: Message) -> Message:
 
     The calls may be JSON text, lack the key `function`, or be a single `function_call`.
     """
-    calls = decoded(turn.get("tool_calls"))
+    calls = parsed_cell(turn.get("tool_calls"))
     if not calls and turn.get("function_call"):
-        calls = decoded(turn["function_call"])
+        calls = parsed_cell(turn["function_call"])
         turn = {key: part for key, part in turn.items() if key != "function_call"}
     if not calls:
-        is_text = isinstance(turn.get("tool_calls"), str)  # of an empty list
+        is_text = isinstance(turn.get("tool_calls"), str)  # such as "[]"
         return {key: part for key, part in turn.items() if key != "tool_calls"} if is_text else turn
     listed = calls if isinstance(calls, list) else [calls]
-    return {**turn, "tool_calls": [_call(where, number, without_nulls(decoded(call))) for call in listed]}
+    return {**turn, "tool_calls": [_call(where, number, without_nulls(parsed_cell(call))) for call in listed]}
 
 
 def _call(where: str, number: int, call: Any) -> Message:
@@ -291,7 +266,7 @@ def _call(where: str, number: int, call: Any) -> Message:
         function, others = {"name": function, **own}, {**others, "type": "function"}
     if not isinstance(function.get("name"), str):
         raise bad_row(where, f"has a tool call without a name in turn {number}")
-    arguments = decoded(function.get("arguments", function.get("parameters", {})))
+    arguments = without_nulls(parsed_cell(function.get("arguments", function.get("parameters", {}))))
     if isinstance(arguments, str) and (not arguments.strip() or arguments.lstrip().startswith(("{", "["))):
         if arguments.strip():
             raise bad_row(where, f"has arguments of a tool in turn {number} that are not valid JSON: {arguments}")

@@ -20,16 +20,17 @@ from sansgpu.data.forms.form import Form, Forms, is_empty
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.words import TaggedText
-from sansgpu.data.preview.example import Parts, answers_in, learned_length, parts_of, tagged_spans, text_in
+from sansgpu.data.preview.example import Parts, learned_length, text_in
 from sansgpu.data.preview.look import AnswerLook, LeftOut, LengthLook, Repetition, SplitLook
+from sansgpu.data.preview.row_types import answers_in, parts_of, tagged_spans
 from sansgpu.data.row_report import RowReport, are_too_many
 from sansgpu.data.rows import ROW_REMEDY, BadRowError, LeftOutError, Row, SourceRow, is_text
 from sansgpu.data.tables import Columns
 
 HASHED_ROWS = 1000  # rows that are hashed at a time
-HASHED_CHARACTERS = 4000  # of each row; longer texts are compared by their beginning
+HASHED_CHARACTERS = 4000  # longer texts are compared by their beginning
 SAMPLED_ROWS = 2000  # at most twice as many rows, evenly spaced, are tokenized or searched for scripts
-SCRIPT_CHARACTERS = 2000  # of each sampled row
+SCRIPT_CHARACTERS = 2000  # each sampled row is searched up to this length
 MAX_REPEATED, MAX_REASONS = 5, 20
 MAX_ANSWER_CHARACTERS = 80
 MANY_CHARACTERS_PER_WORD = 15  # texts without spaces are measured in characters
@@ -63,8 +64,8 @@ class SplitFacts:
     words: array[int] = field(default_factory=lambda: array("q"))
     characters: array[int] = field(default_factory=lambda: array("q"))
     learned_characters: int = 0
-    labels: list[Any] = field(default_factory=list)  # of labeled texts
-    label_counts: Counter[str] = field(default_factory=Counter)  # of spans, and of texts for embedding models
+    labels: list[Any] = field(default_factory=list)  # labels of labeled texts
+    label_counts: Counter[str] = field(default_factory=Counter)  # labels of spans and of texts for embedding models
     labels_of_text: dict[int, set[str]] = field(default_factory=dict)  # by the hash of the text
     scores: array[float] = field(default_factory=lambda: array("d"))
     answers: Counter[str] = field(default_factory=Counter)

@@ -20,7 +20,6 @@ from sansgpu.data.forms.files import file_notes
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row
-from sansgpu.data.preview.example import parts_of
 from sansgpu.data.preview.facts import (
     ReadRow,
     SplitFacts,
@@ -31,6 +30,7 @@ from sansgpu.data.preview.facts import (
     scripts_of,
 )
 from sansgpu.data.preview.look import DataLook, LabelLook, LengthLook, RowExample, ScoreLook
+from sansgpu.data.preview.row_types import parts_of
 from sansgpu.data.rows import BadRowError, SourceRow, is_text
 from sansgpu.data.sources import Source, local_files
 from sansgpu.events.progress import ReportProgress, ignore_progress
@@ -210,8 +210,7 @@ class _Look:
         self._progress("loading the tokenizer", 0, 0)
         from sansgpu.jobs.data.tokens import TokenizedParts  # imports torch and transformers
 
-        settings = self._config.model.model_copy(update={"name_or_path": model})
-        return TokenizedParts(self._config.model_copy(update={"model": settings}))
+        return TokenizedParts(self._config.with_values("model", name_or_path=model))
 
     def _read(self, source: Source, part: str) -> SplitFacts:
         """Reads a split, collects the examples to show of the training split, and writes it if that is requested."""

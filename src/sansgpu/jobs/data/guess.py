@@ -75,7 +75,7 @@ class OpenedData:
             try:
                 for row in islice(rows_of(source, kind, columns) if is_special else source.rows(), GUESSED_ROWS):
                     rows.append(row)
-            except ConfigError as error:  # of a damaged file, the rows before the damage are used
+            except ConfigError as error:  # the rows before the damaged one are used
                 problem = error
             self._first[key] = rows, problem
         return self._first[key][0], columns, self._first[key][1]
@@ -176,7 +176,7 @@ class _Fit(NamedTuple):
     valid: int
     quality: tuple[float, float, float]
     form: str
-    problem: str | None  # of the first invalid row
+    problem: str | None  # what is wrong with the first invalid row
 
     @property
     def is_good(self) -> bool:

@@ -8,18 +8,9 @@ from typing import Any, NamedTuple
 
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.chats import Conversation, Prompt
-from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.preferences import PreferenceRow
-from sansgpu.data.forms.questions import Question
-from sansgpu.data.forms.words import TaggedText
-from sansgpu.data.preview.example import (
-    ExamplePart,
-    Parts,
-    TextSegment,
-    answer_span,
-    parts_of,
-    tagged_spans,
-)
+from sansgpu.data.preview.example import ExamplePart, Parts, TextSegment
+from sansgpu.data.preview.row_types import parts_of, row_type
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
@@ -51,9 +42,6 @@ class TokenizedParts:
             Conversation: self._conversation,
             Prompt: self._prompt,
             PreferenceRow: self._preference,
-            LabeledText: self._labeled,
-            TaggedText: self._tagged,
-            Question: self._question,
         }
 
     def forget_notes(self) -> None:
@@ -96,22 +84,14 @@ class TokenizedParts:
         yield self._decoded("prompt", ids, [False] * len(ids))
         yield from (part for part in parts_of(row) if part.is_target)
 
-    def _labeled(self, row: LabeledText) -> Iterator[ExamplePart]:
-        texts = [row.text] if row.pair is None else [row.text, row.pair]
-        yield self._encoded("text" if row.pair is None else "text and text_pair", texts, [])
-        yield from (part for part in parts_of(row) if part.is_target)
-
-    def _tagged(self, row: TaggedText) -> Iterator[ExamplePart]:
-        yield self._encoded("text", [row.text], tagged_spans(row))
-
-    def _question(self, row: Question) -> Iterator[ExamplePart]:
-        yield self._encoded("question and context", [row.question, row.context], answer_span(row))
-        yield from (part for part in parts_of(row) if part.is_target)
-
     def _texts(self, row: Any) -> Iterator[ExamplePart]:
-        """Yields the parts of any other row; each text is an input of its own."""
-        for part in parts_of(row):
-            yield part if part.is_target else self._encoded(part.name, [part.text], [])
+        """Yields the parts of any other row, whose texts are one input or an input each, before its targets."""
+        parts = parts_of(row)
+        texts = [part for part in parts if not part.is_target]
+        for together in [texts] if row_type(row).is_one_input else [[part] for part in texts]:
+            name = " and ".join(part.name for part in together)
+            yield self._encoded(name, [part.text for part in together], together[-1].spans)
+        yield from (part for part in parts if part.is_target)
 
     def _decoded(self, name: str, ids: Sequence[int], learned: Sequence[bool]) -> ExamplePart:
         """Returns a part with the text of tokens, of which some are targets."""

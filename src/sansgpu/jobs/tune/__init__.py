@@ -187,8 +187,7 @@ def _planned_length(config: Config, own_space: Space, progress: ReportProgress, 
         return length
     training = trial_config(config, {}, length).training
     changed = {key: getattr(training, key) for key in ("eval_steps", "save_steps", "sample_tokens")}
-    own = run.config.training.model_copy(update=changed)
-    trial = replace(run, config=run.config.model_copy(update={"training": own}))
+    trial = replace(run, config=run.config.with_values("training", **changed))
     return length.model_copy(update={"seconds": length_of(trial, forecast_of(trial))[1]})
 
 

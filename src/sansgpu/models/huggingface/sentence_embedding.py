@@ -32,7 +32,10 @@ SIMILARITIES: tuple[Similarity, ...] = ("cosine", "dot", "euclidean", "manhattan
 # Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.
 QUERY_PROMPT, PASSAGE_PROMPTS = "query", ("document", "passage", "corpus")
 MODULES, POOLING = "modules.json", "1_Pooling"
-DENSE_WEIGHTS = "model.safetensors", "pytorch_model.bin"  # of a Dense module, in the order in which they are tried
+DENSE_WEIGHTS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # files of a Dense module, tried in this order
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda vectors: vectors, "Tanh": torch.tanh, "ReLU": F.relu, "GELU": F.gelu, "SiLU": F.silu,
     "Sigmoid": torch.sigmoid,

@@ -41,8 +41,7 @@ class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
 
 def with_labels(config: Config, labels: Labels) -> Config:
     """Returns a configuration with the labels. Raises ConfigError if other settings do not fit them."""
-    data = config.data.model_copy(update={"labels": list(labels.names), "label_kind": labels.kind})
-    config = config.model_copy(update={"data": data})
+    config = config.with_values("data", labels=list(labels.names), label_kind=labels.kind)
     if found := next(iter(config.settings.problems(config)), None):
         raise ConfigError(f"{found}.")
     return config

@@ -123,8 +123,7 @@ class FewShot(StepWideTask, Classify):
 
     @classmethod
     def config_of_model(cls, source: ModelSource) -> Config:
-        config = super().config_of_model(source)
-        return config.model_copy(update={"training": config.training.model_copy(update={"few_shot": True})})
+        return super().config_of_model(source).with_values("training", few_shot=True)
 
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
@@ -158,8 +157,7 @@ def with_even_steps(config: Config, rows: int) -> Config:
     if training.batch_size != "auto":
         return config
     steps = steps_per_epoch(rows, training.gradient_accumulation_steps)
-    even = training.model_copy(update={"gradient_accumulation_steps": -(-rows // steps)})
-    return config.model_copy(update={"training": even})
+    return config.with_values("training", gradient_accumulation_steps=-(-rows // steps))
 
 
 def pair_loss(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

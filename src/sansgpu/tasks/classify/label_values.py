@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections import Counter, defaultdict
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sansgpu.config.wording import truncate
-from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_cell, with_point
+from sansgpu.data.forms.cells import DECIMAL_COMMA, parsed_text, with_point
 from sansgpu.data.forms.label_columns import flag
 from sansgpu.data.forms.labels import label_name
 
-SEPARATORS = ("||", "|", ";", "\n", ",")  # of several labels in a cell, in the order in which they are tried
+SEPARATORS = ("||", "|", ";", "\n", ",")  # between labels in a cell, in the order in which they are tried
 MAX_NUMBER_CLASSES = 30  # up to this many distinct whole numbers are classes, however often each of them occurs
 MAX_NUMBER = 1e300
-MAX_LABEL_WORDS = 4  # of a label that is separated from others by a comma
+MAX_LABEL_WORDS = 4  # longest label that a comma may separate from others
 DENSE = 0.8  # numbers from 0 or 1 on are counted as gapless if at least this share of them occurs
 # Rows per distinct number from which whole numbers are classes: those from 0 or 1 on without gaps, and others.
 ROWS_OF_INDEX, ROWS_OF_CODE = 2, 5
@@ -78,7 +77,7 @@ def listed(cell: str) -> list[Any] | None:
     text = cell.strip()
     if text == "set()":
         return []
-    value = _tuple(text) if text[:1] + text[-1:] == "()" else parsed_cell(text)
+    value = parsed_text(text)
     if isinstance(value, (list, tuple, set)):
         return [item for item in value if item is not None]
     inner = text[1:-1].replace("\n", " ").strip()
@@ -87,13 +86,6 @@ def listed(cell: str) -> list[Any] | None:
     if quoted := re.findall(r"'([^']*)'|\"([^\"]*)\"", inner):  # other items are null
         return [one or other for one, other in quoted]
     return [part.strip() for part in (inner.split(",") if "," in inner else inner.split())]
-
-
-def _tuple(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def is_broken_list(value: Any) -> bool:
@@ -141,7 +133,7 @@ def _vectors(lists: Sequence[list[Any]]) -> LabelCells | None:
     filled = sum(len(value) > 0 for value in lists)
     least = MIN_VECTORS if width == 2 else MIN_LONG_VECTORS
     if width < 2 or count < least * filled or (width == 2 and filled < len(lists)):
-        return None  # of two labels, a list of both is no vector if other rows have none
+        return None  # lists of two label ids are no vectors if other lists are empty
     return LabelCells("vector", width=width, why=f"labels are vectors of {width} zeros and ones")
 
 

@@ -121,7 +121,7 @@ class EmbeddingObjective(ComparedEmbeddings, FineTuning):
             return config
         layout = read_layout(config.model)
         length = min(layout.max_length or DEFAULT_LENGTH if layout else DEFAULT_LENGTH, _longest(config))
-        return with_values(config, "data", max_length=length)
+        return config.with_values("data", max_length=length)
 
 
 def _longest(config: Config) -> int:
@@ -129,10 +129,6 @@ def _longest(config: Config) -> int:
     places = getattr(pretrained_config(config.model).get_text_config(), "max_position_embeddings", None)
     length = int(load_tokenizer_of(config.model).model_max_length)
     return min(length, places) if places else length
-
-
-def with_values(config: Config, section: str, **values: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:

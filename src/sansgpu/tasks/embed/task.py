@@ -44,7 +44,7 @@ from sansgpu.tasks.embed.data import (
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
-from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_prompts, with_values
+from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_prompts
 from sansgpu.tasks.embed.pair_labels import pair_meaning, with_meaning
 from sansgpu.tasks.embed.settings import SETTINGS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.evaluation import require_rows
@@ -96,7 +96,7 @@ class TextEmbedding(Embeds, StepWideTask):
             split = describe_split(len(train), len(held), "row", data.validation_split)
         loss = loss_for(rows, EmbeddingTrainingConfig.of(config).embedding_loss)
         scale = limits.scale if limits else None
-        config = with_values(with_values(config, "training", embedding_loss=loss), "data", score_scale=scale)
+        config = config.with_values("training", embedding_loss=loss).with_values("data", score_scale=scale)
         config, shape = cls.text_shape(config, train)
         splits = (
             _tokenized(train, shape, progress, train_rows, name, notes),
@@ -174,7 +174,7 @@ class TextEmbedding(Embeds, StepWideTask):
             rows = with_meaning(rows, meaning, bad_rows, name, notes)
             limits = score_range(rows, data)
             rows = with_scores_in_range(rows, limits, bad_rows)
-            config = with_values(config, "data", score_scale=limits.scale if limits else None)
+            config = config.with_values("data", score_scale=limits.scale if limits else None)
             shape = shape_of(config, loaded.tokenizer, loaded.objective.layout)
             part = _tokenized(rows, shape, request.progress, bad_rows, name, notes)
             for note in notes:

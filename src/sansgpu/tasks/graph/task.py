@@ -79,8 +79,7 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
     def with_vocabulary(cls, config: Config) -> Config:
         model = GraphModelConfig.of(config)
         if model.leaf_slots and model.n_relations is None:
-            model = model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
-            config = config.model_copy(update={"model": model})
+            config = config.with_values("model", n_relations=EXPECTED_RELATIONS)
         return super().with_vocabulary(config)
 
     @classmethod

@@ -119,9 +119,7 @@ class GRPO(SFT):
                 f"{loaded.source.target} was trained with the reward {reward}, which is Python code: add --reward "
                 f"{reward} to run it, or --reward answer to compare completions with the rows' answers."
             )
-        config = cls.config_to_evaluate(loaded, request)
-        grpo = GRPOTrainingConfig.of(config).grpo.model_copy(update={"reward": reward})
-        config = config.model_copy(update={"training": config.training.model_copy(update={"grpo": grpo})})
+        config = cls.config_to_evaluate(loaded, request).with_values("training.grpo", reward=reward)
         loaded.objective.open(loaded.tokenizer, reward)
         if request.data is None:
             part = cast(PromptCorpus, request.own_corpus()).validation
@@ -131,7 +129,7 @@ class GRPO(SFT):
                 return read_prompts(source, config, loaded.tokenizer, request.progress, notes)
 
             part = read_requested(request, config.data, read)
-        if grpo.reward_function is None:
+        if GRPOTrainingConfig.of(config).grpo.reward_function is None:
             for question in part.questions:
                 check_answer(question.columns, question.where)
         return GRPOEvaluator(loaded.objective, part)

@@ -133,7 +133,7 @@ class Preference(SFT):
         if PreferenceTrainingConfig.of(config).preference.needs_reference:
             plain = config  # an adapter that was trained further: the reference is the adapter before this run
             if config.model.adapter != "continue":
-                plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})
+                plain = config.with_values("model", adapter="none")
             compute_reference(
                 [part], lambda: cls.objective_class(plain), config.model, loaded.device, loaded.precision,
                 request.cache, request.progress,

@@ -145,7 +145,7 @@ def with_initialization(config: Config, tokens: int) -> Config:
     is_long = tokens >= MIN_BIGRAM_TEXT * model.vocab_size or teacher is not None
     is_useful = model.vocab_size >= MIN_BIGRAM_VOCABULARY and is_long and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
     chosen = "bigram" if is_useful and model.bigram_problem() is None else "random"
-    return config.model_copy(update={"model": model.model_copy(update={"initialization": chosen})})
+    return config.with_values("model", initialization=chosen)
 
 
 def _epochs(config: Config, tokens: int) -> float:

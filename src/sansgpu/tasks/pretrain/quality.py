@@ -103,8 +103,7 @@ class QualityFilter:
 
     def _load(self) -> TrainedModel:
         model = load_for_use(self.task, ModelSource(str(self.folder)), self.device, "fp32")
-        data = model.config.data.model_copy(update={"max_length": self.max_length})
-        return replace(model, config=model.config.model_copy(update={"data": data}))
+        return replace(model, config=model.config.with_values("data", max_length=self.max_length))
 
     def _predicted(self, model: TrainedModel, texts: list[str]) -> np.ndarray:
         scores = np.full(len(texts), NO_TEXT, np.float32)

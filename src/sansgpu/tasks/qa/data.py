@@ -15,7 +15,7 @@ from sansgpu.config.schema import Config
 from sansgpu.data.forms.questions import Question
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError
-from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
+from sansgpu.data.sequences import PackedSequences, Window, WindowedTexts, encoded_windows, require_overlap_fits
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
@@ -24,17 +24,13 @@ BATCH = 1000  # questions per call of the tokenizer, which runs in parallel
 
 
 @dataclass(frozen=True, eq=False)
-class QuestionWindow:
-    """A window of T tokens with a question and part of its context.
+class QuestionWindow(Window):
+    """A window with a question and part of its context; `text` is the index of the question.
 
-    `question` is the index of the question. `start` and `end` are the positions of the answer's first and last token,
-    or both `cls` if the window does not contain the complete answer. `offsets` are characters [start, stop) in the
-    context.
+    `start` and `end` are the positions of the answer's first and last token, or both `cls` if the window does not
+    contain the complete answer. `offsets` are characters [start, stop) in the context.
     """
 
-    question: int
-    ids: np.ndarray  # (T,) int32
-    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer returns them
     start: int
     end: int
     cls: int
@@ -96,32 +92,13 @@ def _batch_windows(
     """Tokenizes a batch of questions; `first` is the index of its first question."""
     context_second = tokenizer.padding_side == "right"
     question_texts, contexts = [q.question.lstrip() for q in questions], [q.context for q in questions]
-    encoded = tokenizer(
-        *((question_texts, contexts) if context_second else (contexts, question_texts)),
-        truncation="only_second" if context_second else "only_first",
-        max_length=max_length,
-        stride=doc_stride,
-        padding=False,
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-    )
+    texts = (question_texts, contexts) if context_second else (contexts, question_texts)
     windows = []
-    for number, owner in enumerate(encoded["overflow_to_sample_mapping"]):
-        ids = encoded["input_ids"][number]
-        types = encoded["token_type_ids"][number] if "token_type_ids" in encoded else None
-        offsets = np.array(encoded["offset_mapping"][number], np.int32).reshape(-1, 2)
-        sides = np.array([-1 if side is None else side for side in encoded.sequence_ids(number)])
+    for window, offsets, sides in encoded_windows(texts, tokenizer, context_second, first, max_length, doc_stride):
         offsets[sides != int(context_second)] = -1
-        cls = _cls_index(ids, tokenizer)
-        window = QuestionWindow(
-            first + int(owner),
-            np.array(ids, np.int32),
-            None if types is None else np.array(types, np.int8),
-            *_label(questions[owner], offsets, cls),
-            cls,
-            offsets,
-        )
-        windows.append(window)
+        cls = _cls_index(window.ids.tolist(), tokenizer)
+        answer = _label(questions[window.text - first], offsets, cls)
+        windows.append(QuestionWindow(window.text, window.ids, window.type_ids, *answer, cls, offsets))
     return windows
 
 
@@ -160,13 +137,6 @@ class TokenizedQuestions(WindowedTexts):
     questions: list[Question]
     windows: list[QuestionWindow]
     bad_rows: RowReport
-
-    def by_question(self) -> list[list[int]]:
-        """Returns the indices of each question's windows."""
-        groups: list[list[int]] = [[] for _ in self.questions]
-        for number, window in enumerate(self.windows):
-            groups[window.question].append(number)
-        return groups
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns a batch of the windows `numbers`, with targets (B, 2): the start and end positions of the answer."""

@@ -8,12 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sansgpu.config import SansGPUError
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.files.atomic import write_text
-from sansgpu.tasks.evaluation import whole_groups
+from sansgpu.tasks.evaluation import WindowEvaluator
 from sansgpu.tasks.qa.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.tasks.qa.data import TokenizedQuestions
 from sansgpu.tasks.qa.objective import QAObjective, position_loss
@@ -21,24 +19,18 @@ from sansgpu.tasks.qa.settings import AnswerDataConfig
 from sansgpu.tasks.task import Gather, Sums
 
 
-class QAEvaluator:
+class QAEvaluator(WindowEvaluator[QAObjective, TokenizedQuestions]):
     """Answers questions with a model and computes exact match and F1."""
 
     def __init__(self, objective: QAObjective, tokenized: TokenizedQuestions, data: AnswerDataConfig) -> None:
-        self._objective, self._tokenized = objective, tokenized
+        super().__init__(objective, tokenized)
         self._rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
         self._may_be_null = bool(data.null_answers)
         self.answers: dict[str, Answer] = {}  # by question id, for the questions answered so far
 
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._objective.model
-
     def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        """Yields batches of about `size` windows, with all windows of a question in one batch."""
         self.answers = {}
-        groups, lengths = self._tokenized.by_question(), self._tokenized.lengths
-        yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
+        yield from super().validation_batches(size)
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, the counts of windows and questions, and the sums of exact match and F1."""
@@ -50,7 +42,7 @@ class QAEvaluator:
         }
         by_question: dict[int, list[int]] = {}
         for number in logits:
-            by_question.setdefault(self._tokenized.windows[number].question, []).append(number)
+            by_question.setdefault(self._tokenized.windows[number].text, []).append(number)
         questions = [self._tokenized.questions[number] for number in by_question]
         for question, numbers in zip(questions, by_question.values(), strict=True):
             windows = [self._tokenized.windows[number] for number in numbers]
@@ -83,7 +75,7 @@ class QAEvaluator:
         """Adds separate scores for questions with and without answer, and the number of bad rows, which are skipped."""
         answered = [question for question in self._tokenized.questions if question.id in self.answers]
         scores = exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
-        return {**metrics, **scores, "skipped": float(self._tokenized.bad_rows.skipped)}
+        return super().detailed({**metrics, **scores})
 
     def collect(self, gather: Gather) -> None:
         """Adds the answers of other ranks."""

@@ -70,7 +70,7 @@ class QA(Predicts, FineTuningTask):
         asked = splits[0].questions
         if data.null_answers is None:
             null = any(question.impossible for question in asked)
-            config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
+            config = config.with_values("data", null_answers=null)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(asked)}-{len(splits[0])}-{splits[0].lengths.sum()}"
         return config, QuestionCorpus(splits[0], splits[1], notes, fingerprint, tokenizer, split=split)
 

@@ -156,7 +156,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         assert data.max_length is not None
         longest = max(data.max_length, request.window or 0)
         window = request.window_within(context_of(loaded.objective) or longest, data.max_length)
-        return loaded.config.model_copy(update={"data": data.model_copy(update={"max_length": window})})
+        return loaded.config.with_values("data", max_length=window)
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:

@@ -20,7 +20,7 @@ from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.base import EXPECTED_CHARACTERS, ObjectiveBase
 from sansgpu.tasks.embed.groups import TextGroups
-from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_prompts, with_values
+from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_prompts
 from sansgpu.tasks.embed.settings import EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.fine_tuning import random_tokens
 from sansgpu.tasks.static.costs import StaticCosts
@@ -114,7 +114,7 @@ class StaticObjective(ComparedEmbeddings, ObjectiveBase):
                 own
             ).vocab_size
             width = model.embedding_dim or DEFAULT_DIM
-        return with_rows(with_values(config, "model", embedding_dim=width), rows)
+        return with_rows(config.with_values("model", embedding_dim=width), rows)
 
 
 def with_rows(config: Config, rows: int) -> Config:
@@ -122,7 +122,7 @@ def with_rows(config: Config, rows: int) -> Config:
     size = config.model.vocab_size
     if size is not None and size < rows:
         raise ConfigError(f"model.vocab_size {size} is smaller than the vocabulary of {rows} tokens; remove it.")
-    return with_values(config, "model", vocab_size=size or rows)
+    return config.with_values("model", vocab_size=size or rows)
 
 
 def static_base(config: Config) -> StaticFolder | None:

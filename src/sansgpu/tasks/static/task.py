@@ -24,7 +24,6 @@ from sansgpu.tasks.capabilities import ignore_count
 from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.embed.data import EmbeddingCorpus, TextShape
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
-from sansgpu.tasks.embed.objective import with_values
 from sansgpu.tasks.embed.task import TextEmbedding, shape_of
 from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.static.distill import distilled
@@ -66,7 +65,7 @@ class StaticEmbeddings(TextEmbedding):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
         given = config.model.vocab_size
         config, corpus = super().prepare(config, cache, progress)
-        config = with_values(config, "model", vocab_size=given)
+        config = config.with_values("model", vocab_size=given)
         return with_rows(config, rows_needed(corpus.tokenizer.backend_tokenizer)), corpus
 
     @classmethod

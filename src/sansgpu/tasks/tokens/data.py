@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import TAGGED
 from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.row_report import RowReport
-from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
+from sansgpu.data.sequences import PackedSequences, Window, WindowedTexts, encoded_windows, require_overlap_fits
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import Source, open_single
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
@@ -29,15 +30,12 @@ BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
 
 
 @dataclass(frozen=True, eq=False)
-class TagWindow:
-    """A window of T tokens of a text, with the first tokens of the P words that are targets in this window.
+class TagWindow(Window):
+    """A window of a text, with the first tokens of the P words that are targets in this window.
 
     A word is a target in only one window: the one in which it has the most context.
     """
 
-    text: int  # index of the text
-    ids: np.ndarray  # (T,) int32
-    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer returns them
     places: np.ndarray  # (P,) int32: position of each word's first token in the window
     words: np.ndarray  # (P,) int32: index of each word in the text
 
@@ -58,30 +56,17 @@ def make_tag_windows(texts: Sequence[TaggedText], tokenizer: Any, max_length: in
 def _batch_windows(
     texts: Sequence[TaggedText], first: int, tokenizer: Any, max_length: int, overlap: int
 ) -> list[TagWindow]:
-    encoded = tokenizer(
-        [text.text for text in texts],
-        truncation=True,
-        max_length=max_length,
-        stride=overlap,
-        padding=False,
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-    )
-    owners = np.array(encoded["overflow_to_sample_mapping"], np.int64)
-    counts = np.bincount(owners, minlength=len(texts))
-    windows: list[TagWindow] = []
-    for number, owner in enumerate(owners.tolist()):
-        ids = encoded["input_ids"][number]
-        types = encoded["token_type_ids"][number] if "token_type_ids" in encoded else None
-        offsets = np.array(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)
-        inside = np.array([side is not None for side in encoded.sequence_ids(number)], bool)
-        window = TagWindow(
-            first + owner,
-            np.array(ids, np.int32),
-            None if types is None else np.array(types, np.int8),
-            *_first_tokens(texts[owner], offsets, inside, whole=bool(counts[owner] == 1)),
+    encoded = list(encoded_windows([[text.text for text in texts]], tokenizer, 0, first, max_length, overlap))
+    counts = Counter(window.text for window, _, _ in encoded)
+    windows = [
+        TagWindow(
+            window.text,
+            window.ids,
+            window.type_ids,
+            *_first_tokens(texts[window.text - first], offsets, sides == 0, whole=counts[window.text] == 1),
         )
-        windows.append(window)
+        for window, offsets, sides in encoded
+    ]
     return [window for window in _scored_once(windows) if len(window.places)]
 
 
@@ -119,7 +104,7 @@ def _scored_once(windows: list[TagWindow]) -> list[TagWindow]:
     kept = []
     for number, window in enumerate(windows):
         here = np.array([best[window.text, word][1] == number for word in window.words.tolist()], bool)
-        kept.append(TagWindow(window.text, window.ids, window.type_ids, window.places[here], window.words[here]))
+        kept.append(replace(window, places=window.places[here], words=window.words[here]))
     return kept
 
 
@@ -136,13 +121,6 @@ class TaggedWindows(WindowedTexts):
         """Yields a message if texts were split into several windows."""
         if cut := sum(len(numbers) > 1 for numbers in self.by_text()):
             yield f"{cut:,} of {len(self.texts):,} are longer than data.max_length and were split into windows."
-
-    def by_text(self) -> list[list[int]]:
-        """Returns the indices of the windows of each text, without texts that have none."""
-        groups: dict[int, list[int]] = {}
-        for number, window in enumerate(self.windows):
-            groups.setdefault(window.text, []).append(number)
-        return list(groups.values())
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns a batch of the windows `numbers`. Only the first token of a word has a target."""

@@ -12,23 +12,19 @@ import torch.nn.functional as F
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.forms.words import TaggedText
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.tasks.evaluation import whole_groups
+from sansgpu.tasks.evaluation import OrderingObjective, WindowEvaluator
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.tokens.data import TaggedWindows
 from sansgpu.tasks.tokens.spans import SpanCounts, has_entities, scores, span_counts, spans_of
 
 
-class TagModel(Protocol):
+class TagModel(OrderingObjective, Protocol):
     """The interface of a model that tags words; see `TokensObjective`."""
-
-    model: Any
 
     @property
     def labels(self) -> list[str]: ...
 
     def logits(self, batch: PackedSequences) -> torch.Tensor: ...
-
-    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
 
 
 class TaggedWords(NamedTuple):
@@ -39,23 +35,13 @@ class TaggedWords(NamedTuple):
     probabilities: np.ndarray
 
 
-class TagEvaluator:
+class TagEvaluator(WindowEvaluator[TagModel, TaggedWindows]):
     """Tags words with a model, and computes metrics of tags and entities."""
 
     def __init__(self, objective: TagModel, tokenized: TaggedWindows) -> None:
-        self._objective, self._tokenized = objective, tokenized
+        super().__init__(objective, tokenized)
         self._labels = objective.labels
         self._entities = has_entities(self._labels)
-
-    @property
-    def model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._objective.model
-        return model
-
-    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        """Yields batches of about `size` windows, with all windows of a text in one batch."""
-        groups, lengths = self._tokenized.by_text(), self._tokenized.lengths
-        yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the summed loss, the numbers of words and of correct words, and the counts of spans by label."""
@@ -85,10 +71,6 @@ class TagEvaluator:
             "words": sums["words"],
             "by_label": {label: {**scores(*counts), "count": counts[-1]} for label, counts in by_label.items()},
         }
-
-    def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Adds the number of bad rows, which were skipped."""
-        return {**metrics, "skipped": float(self._tokenized.bad_rows.skipped)}
 
     def predictions(self, size: int, device: torch.device) -> list[dict[str, Any]]:
         """Returns the spans of each text. If its row has the words, spans also have token indices."""

@@ -80,7 +80,7 @@ class Tokens(Predicts, FineTuningTask):
             rows[name].report(found.append)
             notes += [f"{name} texts: {note}" for note in found]
         require_examples(sources, [len(part) and len(part.texts) for part in parts], "text", notes)
-        config = config.model_copy(update={"data": data.model_copy(update={"labels": labels})})
+        config = config.with_values("data", labels=labels)
         train_part, held_part = parts
         size = train_part.lengths.sum()
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train_part.texts)}-{len(train_part)}-{size}"
