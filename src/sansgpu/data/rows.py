@@ -29,6 +29,8 @@ def parquet_class_names(metadata: Mapping[bytes, bytes] | None) -> ClassNames:
 
 def with_names(row: Mapping[str, Any], names: ClassNames) -> dict[str, Any]:
     """Returns a row with class names instead of class ids. An id of -1, which means "no label", becomes None."""
+    if not names:
+        return dict(row)
     named = {column: _by_name(row[column], own) for column, own in names.items() if column in row}
     return {**row, **named}
 
