@@ -178,9 +178,11 @@ def find_column(row: Mapping[Any, Any], chosen: Column | None, usual: Iterable[C
     If no usual name exists exactly, one in other case counts, such as `Label`.
     """
     names = (*usual,) if chosen is None else (column_key(row, chosen), str(chosen))
-    found = next((name for name in names if name in row), None)
-    if found is not None or chosen is not None:
-        return found
+    for name in names:
+        if name in row:
+            return name
+    if chosen is not None:
+        return None
     folded = {str(name).strip().casefold(): name for name in reversed([*row])}
     return next((folded[name] for name in names if name in folded), None)
 

@@ -8,7 +8,8 @@ signs disagree, an error names the settings to use.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -83,6 +84,13 @@ class Columns:
             separator=data.separator,
             encoding=data.encoding,
         )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash  # columns are a part of keys that each row looks up
 
     @property
     def format(self) -> FileFormat:

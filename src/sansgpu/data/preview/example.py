@@ -22,6 +22,7 @@ from sansgpu.data.forms.words import TaggedText
 
 # Fields of a Conversation that have parts of their own, or only say how it is read. Any other field is shown, too.
 _CONVERSATION_FIELDS = {"where", "turns", "first", "plain", "text", "parse_special", "unlearned"}
+_SHOWN_FIELDS = tuple(field.name for field in fields(Conversation) if field.name not in _CONVERSATION_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,13 @@ def _conversation(row: Conversation) -> Iterator[ExamplePart]:
     yield from _further_fields(row)
     if row.text is not None:
         yield plain("text", row.text, learned=True)
+    learned = {*row.learned_turns}
     for number, turn in enumerate(row.turns):
-        yield _turn(turn, number in row.learned_turns)
+        yield _turn(turn, number in learned)
 
 
 def _further_fields(row: Conversation) -> Iterator[ExamplePart]:
-    for name in (field.name for field in fields(row) if field.name not in _CONVERSATION_FIELDS):
+    for name in _SHOWN_FIELDS:
         if value := getattr(row, name):
             yield plain(name, value if isinstance(value, str) else _json(value))
 
@@ -133,8 +135,9 @@ def _preference(row: PreferenceRow) -> Iterator[ExamplePart]:
         if len(answer) == 1:
             yield plain(name, _turn_text(answer[0]), learned=True)
             continue
+        learned = {*conversation.learned_turns}
         for number, turn in enumerate(answer, conversation.first):
-            part = _turn(turn, number in conversation.learned_turns)
+            part = _turn(turn, number in learned)
             yield replace(part, name=f"{name}, {part.name}")
 
 
