@@ -148,15 +148,19 @@ class Forms(Generic[T_co]):
 
     def _with_columns(self, row: SourceRow) -> SourceRow:
         """Returns a row that is a list as one with columns, if that has a meaning."""
-        named = self.list_row(row.value) if self.list_row is not None and isinstance(row.value, list) else None
+        if self.list_row is None or not isinstance(row.value, list):
+            return row
+        named = self.list_row(row.value)
         return row if named is None else row._replace(value=named)
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""
         nested = [form for form in self.forms if form.split is not None]
-        for row in map(self._with_columns, rows if self.regroup is None else self.regroup(rows)):
-            given = row.value if row.problem is None and isinstance(row.value, dict) else {}
-            split = next((form.split for form in nested if form.fits(given, USUAL)), None)
+        for row in rows if self.regroup is None else self.regroup(rows):
+            row = self._with_columns(row)
+            split = None
+            if nested and row.problem is None and isinstance(row.value, dict):
+                split = next((form.split for form in nested if form.fits(row.value, USUAL)), None)
             yield from (row,) if split is None else split(row)
 
     def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:

@@ -57,7 +57,7 @@ CHATML_TURN = re.compile(
 CHATML_EDGE = r"\s*(<s>|</s>|<\|endoftext\|>)?\s*"  # what may stand before and after the turns
 
 
-_MAY_BE_DATA = re.compile(r"""\s*[\[{"]""").match
+_MAY_BE_DATA = re.compile(r"""\s*[\[{"]""").match  # copies no long text, as lstrip would
 
 
 def kind_of(value: Any) -> str:
