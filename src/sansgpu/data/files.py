@@ -17,7 +17,7 @@ from sansgpu.data.formats.encodings import AUTO, UTF8, resolve_encoding
 from sansgpu.data.formats.names import TABLES, TEXT_SUFFIXES, file_form
 from sansgpu.data.formats.opening import BLOCK
 from sansgpu.data.lines import binary_file, open_text, read_lines, reading_file, require_length
-from sansgpu.data.rows import ROW_REMEDY, Column, SourceRow, parquet_class_names, text_of, with_names
+from sansgpu.data.rows import ROW_REMEDY, ClassNames, Column, SourceRow, parquet_class_names, text_of, with_names
 from sansgpu.data.tables import Header, read_table
 from sansgpu.files.reading import require_regular_file
 
@@ -154,8 +154,11 @@ def _rows(path: Path, header: Header, configured: FileFormat) -> Iterator[Source
     if form in TABLES:
         yield from read_table(path, header, configured)
     elif form in COLUMNAR:
+        prefix = f"{path}, row "
+        names: ClassNames | None = None
         for number, (metadata, row) in enumerate(read_columnar(path, str(form)), 1):
-            yield SourceRow(f"{path}, row {number}", with_names(row, parquet_class_names(metadata)))
+            names = parquet_class_names(metadata) if names is None else names
+            yield SourceRow(f"{prefix}{number}", with_names(row, names))
     elif form == ".conll":
         yield from conll_rows(path, None, encoding)
     elif form == ".jsonl" or (form == ".json" and _has_value_per_line(path, encoding)):
@@ -238,8 +241,9 @@ def _json_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
 
 
 def _numbered(path: Path, values: Iterable[Any]) -> Iterator[SourceRow]:
+    prefix = f"{path}, row "
     for number, value in enumerate(values, 1):
-        yield SourceRow(f"{path}, row {number}", value)
+        yield SourceRow(f"{prefix}{number}", value)
 
 
 def _parse_json(text: str, where: str) -> Any:

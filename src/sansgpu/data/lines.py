@@ -64,10 +64,10 @@ def read_lines(path: Path, blank: bool = False, encoding: str = AUTO) -> Iterato
     the file cannot be read.
     """
     with reading_file(path, encoding=encoding), open_utf8(path, encoding) as file:
-        number = 0
+        number, prefix = 0, f"{path}, line "
         while line := file.readline(MAX_LINE + 1):
             number += 1
-            where = f"{path}, line {number}"
+            where = f"{prefix}{number}"
             require_length(len(line), where)
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -80,7 +80,7 @@ def read_lines(path: Path, blank: bool = False, encoding: str = AUTO) -> Iterato
             if "\0" in text:
                 problem = f"{where} is not text (it contains a NUL byte){ENCODING_REMEDY}"
                 yield SourceRow(where, None, problem)
-            elif blank or text.strip():
+            elif blank or not text.isspace():
                 yield SourceRow(where, text)
 
 

@@ -86,7 +86,8 @@ class RowReport:
 
     def not_used(self, names: Iterable[str]) -> None:
         """Counts parts of one row, e.g. its columns, that have a value but that nothing uses."""
-        self._unused.update(names)
+        for name in names:
+            self._unused[name] += 1
 
     def remark(self, what: str) -> None:
         """Counts a row about which the user is told `what`, e.g. that its answer was found at a different place."""

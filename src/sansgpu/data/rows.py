@@ -29,6 +29,8 @@ def parquet_class_names(metadata: Mapping[bytes, bytes] | None) -> ClassNames:
 
 def with_names(row: Mapping[str, Any], names: ClassNames) -> dict[str, Any]:
     """Returns a row with class names instead of class ids. An id of -1, which means "no label", becomes None."""
+    if not names:
+        return dict(row)
     named = {column: _by_name(row[column], own) for column, own in names.items() if column in row}
     return {**row, **named}
 
@@ -176,9 +178,11 @@ def find_column(row: Mapping[Any, Any], chosen: Column | None, usual: Iterable[C
     If no usual name exists exactly, one in other case counts, such as `Label`.
     """
     names = (*usual,) if chosen is None else (column_key(row, chosen), str(chosen))
-    found = next((name for name in names if name in row), None)
-    if found is not None or chosen is not None:
-        return found
+    for name in names:
+        if name in row:
+            return name
+    if chosen is not None:
+        return None
     folded = {str(name).strip().casefold(): name for name in reversed([*row])}
     return next((folded[name] for name in names if name in folded), None)
 

@@ -8,7 +8,8 @@ signs disagree, an error names the settings to use.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -31,7 +32,17 @@ from sansgpu.data.lines import (
     require_length,
     undecodable,
 )
-from sansgpu.data.rows import CHAT_NAMES, LABEL_COLUMNS, TEXT_NAMES, Column, Row, SourceRow, find_column, is_text
+from sansgpu.data.rows import (
+    CHAT_NAMES,
+    LABEL_COLUMNS,
+    TEXT_NAMES,
+    BadRowError,
+    Column,
+    Row,
+    SourceRow,
+    find_column,
+    is_text,
+)
 from sansgpu.data.settings import TaggedDataConfig
 
 MAX_COLUMNS = 1_000_000  # largest number of columns in a table
@@ -73,6 +84,13 @@ class Columns:
             separator=data.separator,
             encoding=data.encoding,
         )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash  # columns are a part of keys that each row looks up
 
     @property
     def format(self) -> FileFormat:
@@ -116,7 +134,9 @@ def read_table(path: Path, header: Header, configured: FileFormat) -> Iterator[S
         columns: Sequence[str] | None = None if isinstance(header, bool) else header
         first = next(lines, None) if header is True else None
         if first is not None:
-            fields = first.row.readable_value()[dialect.header_index :]
+            if first.problem:
+                raise BadRowError(first.problem)
+            fields = first.fields[dialect.header_index :]
             _require_columns(first, fields)
             columns = _column_names(path, fields, configured)
         table = _TableRows(path, dialect, configured, columns)
@@ -127,32 +147,34 @@ def read_table(path: Path, header: Header, configured: FileFormat) -> Iterator[S
 
 
 class _TableLine(NamedTuple):
-    """The fields of a record, and the line where it starts."""
+    """The fields of a record, its location, and the line where it starts. `problem` says why it cannot be read."""
 
-    row: SourceRow
+    where: str
     line: str
+    fields: list[str]
+    problem: str | None = None
 
 
 def _table_lines(path: Path, dialect: Dialect, first: int) -> Iterator[_TableLine]:
     """Yields the fields of each record. Those in quotes, which may have several lines, are numbered from `first`."""
+    line_prefix, row_prefix = f"{path}, line ", f"{path}, row "
     if suffix_of(path) in SPREADSHEETS:
         for number, cells in enumerate(sheet_rows(path), 1):
-            where = f"{path}, row {number}"
-            yield _TableLine(SourceRow(where, cells), where)
+            where = f"{row_prefix}{number}"
+            yield _TableLine(where, where, cells)
     elif not dialect.has_quotes:
         for line in islice(read_lines(path, encoding=dialect.encoding), dialect.skipped_lines, None):
-            if line.problem is None:
-                line = line._replace(value=line.value.removesuffix("\n").removesuffix("\r").split(dialect.separator))
-            yield _TableLine(line, line.where)
+            text = "" if line.problem else line.value.removesuffix("\n").removesuffix("\r")
+            yield _TableLine(line.where, line.where, text.split(dialect.separator), line.problem)
     else:
         lines = islice(_bounded_lines(path, dialect.encoding), dialect.skipped_lines, None)
         records = quoted_records(path, lines, dialect.separator, dialect.fields, dialect.skip_spaces)
         for number, record in enumerate(records, first):
-            where = f"{path}, line {record.line}"
+            where = f"{line_prefix}{record.line}"
             if record.problem:
-                yield _TableLine(SourceRow(where, None, record.problem), where)
+                yield _TableLine(where, where, [], record.problem)
             else:
-                yield _TableLine(SourceRow(f"{path}, row {number}", record.fields), where)
+                yield _TableLine(f"{row_prefix}{number}", where, record.fields)
 
 
 def _bounded_lines(path: Path, encoding: str) -> Iterator[TextLine]:
@@ -161,7 +183,8 @@ def _bounded_lines(path: Path, encoding: str) -> Iterator[TextLine]:
         number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1
-            require_length(len(line), f"{path}, line {number}")
+            if len(line) > MAX_LINE:
+                require_length(len(line), f"{path}, line {number}")
             if "\0" in line:
                 raise binary_file(path)
             problem = ""
@@ -199,6 +222,7 @@ class _TableRows:
 
     def __init__(self, path: Path, dialect: Dialect, configured: FileFormat, columns: Sequence[str] | None) -> None:
         self._path, self._dialect, self._columns = path, dialect, columns
+        self._first = int(dialect.row_index)  # the field after the index
         names = columns if columns is not None else [*range(len(dialect.names))]
         self._empty = empty_words(dialect, configured, names)
 
@@ -208,27 +232,29 @@ class _TableRows:
         Missing last fields are None if the table has quotes; otherwise such a line has a problem. Returns None if all
         fields are empty.
         """
-        if line.row.problem:
-            return line.row
-        fields: list[str] = line.row.value[self._dialect.row_index :]
+        if line.problem:
+            return SourceRow(line.line, None, line.problem)
+        fields = line.fields[self._first :]
         _require_columns(line, fields)
         if not any(map(str.strip, fields)):
             return None
         if self._columns is None:
-            return line.row._replace(value=dict(enumerate(self._values(fields))))
+            return SourceRow(line.where, dict(enumerate(self._values(fields))))
         count, problem = len(self._columns), None
+        if len(fields) == count:
+            return SourceRow(line.where, dict(zip(self._columns, self._values(fields), strict=True)))
         if len(fields) < count and not self._dialect.has_quotes:
             problem = f"{line.line} has {len(fields)} columns, but the header has {count}; fix or remove the line."
         elif any(map(str.strip, fields[count:])):
             problem = f"{line.line} has {len(fields)} columns, but the header has {count}; {self._remedy}."
         row = dict(zip_longest(self._columns, self._values(fields[:count])))
-        return SourceRow(line.row.where if problem is None else line.line, row, problem)
+        return SourceRow(line.where if problem is None else line.line, row, problem)
 
     def _values(self, fields: list[str]) -> list[str | None]:
         """Returns the fields, with None for cells that count as empty, such as NaN."""
         values: list[str | None] = [*fields]
-        for number, (field, empty) in enumerate(zip(fields, self._empty, strict=False)):
-            if len(field) <= MAX_EMPTY and field.strip() in empty:
+        for number, empty in enumerate(self._empty[: len(fields)]):
+            if len(fields[number]) <= MAX_EMPTY and fields[number].strip() in empty:
                 values[number] = None
         return values
 

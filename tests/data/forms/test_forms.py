@@ -1,17 +1,22 @@
 """Every form of rows reads its example, and columns mean the same in all tasks that read them."""
 
+import cProfile
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sansgpu.data.files import read_rows
 from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
 from sansgpu.data.forms.form import USUAL, Form
 from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.forms.registry import FORMS
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.tasks.registry import TASKS
 
@@ -47,6 +52,42 @@ def test_every_form_is_read_by_a_task_and_every_task_reads_one() -> None:
 def test_forms_need_no_torch() -> None:
     program = "import sys, sansgpu.data.forms.registry; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+
+
+def test_columns_are_found_by_the_values_of_each_row() -> None:
+    """What is remembered of rows with the same columns does not apply to rows with other types of values."""
+    rows = [{"a": "x", "b": 1, "label": "y"}, {"a": 1, "b": "x", "label": "y"}, {"a": "x", "b": 1, "label": "y"}]
+    labeled = [FORMS["labeled texts"].read(SourceRow("row", row)) for row in rows]
+    assert [(row.text, row.label) for row in labeled] == [("x", "y")] * 3
+    flags = [{"text": "x", "c": 1, "d": 0}, {"text": "x", "c": 0, "d": 1}, {"text": "x", "c": 2, "d": 1}]
+    assert [FORMS["labeled texts"].read(SourceRow("row", row)).label for row in flags[:2]] == [["c"], ["d"]]
+    with pytest.raises(BadRowError, match="no column label"):
+        FORMS["labeled texts"].read(SourceRow("row", flags[2]))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind", "most"),
+    [("csv", "labeled texts", 150), ("tsv", "labeled texts", 150), ("jsonl", "labeled texts", 150),
+     ("chat.jsonl", "conversations", 450)],
+)  # fmt: skip
+def test_a_row_is_read_with_few_function_calls(suffix: str, kind: str, most: int, tmp_path: Path) -> None:
+    """The work that is the same for all rows of a file is done once. Calls are counted, because times vary."""
+    path = tmp_path / f"rows.{suffix}"
+    rows = 400
+    if suffix == "csv":
+        path.write_text("text,label\n" + '"a, b",good\n' * rows)
+    elif suffix == "tsv":
+        path.write_text("text\tlabel\n" + "a b\tgood\n" * rows)
+    else:
+        row = {"messages": [ASKED, GIVEN] * 2} if kind == "conversations" else {"text": "a b", "label": "good"}
+        path.write_text(f"{json.dumps(row)}\n" * rows)
+    read = read_rows(path, configured=USUAL.format)
+    report = RowReport("fail")
+    FORMS[kind].read_all(islice(read, 100), report)  # recognizes the file
+    profile = cProfile.Profile()
+    with profile:
+        assert len(FORMS[kind].read_all(read, report)) == 300
+    assert sum(entry.callcount for entry in profile.getstats()) / 300 < most
 
 
 CHATS: list[dict[str, Any]] = [

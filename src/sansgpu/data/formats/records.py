@@ -84,6 +84,9 @@ def quoted_records(
         else:
             if not fields:
                 continue
+            if len(feed.used) == 1:
+                yield Record(feed.used[0].number, fields, feed.used[0].problem)
+                continue
             if not _has_swallowed_records(feed.used, len(fields), separator, columns):
                 problem = next((line.problem for line in feed.used if line.problem), "")
                 yield Record(feed.used[0].number, fields, problem)
@@ -115,6 +118,6 @@ def _opening_line(used: list[TextLine]) -> int:
 
 def _has_swallowed_records(used: list[TextLine], fields: int, separator: str, columns: int) -> bool:
     """Returns whether a record has the wrong number of fields, and one of its lines would have the right one."""
-    if len(used) == 1 or columns < 2 or fields == columns:
+    if columns < 2 or fields == columns:
         return False
     return any(line.text.count(separator) == columns - 1 for line in used[1:])

@@ -51,14 +51,21 @@ def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
 def has_values(keys: Sequence[str]) -> Callable[[Row, Columns], bool]:
     """Returns a function that recognizes rows with values for all keys. Empty turns beside other values are none."""
 
+    turns = [key for key in keys if key in LISTS_OF_TURNS]
+
     def recognizes(row: Row, columns: Columns) -> bool:
-        lacks_turns = is_missing if all(map(is_empty, row.values())) else is_empty
-        return not any((lacks_turns if key in LISTS_OF_TURNS else is_missing)(row.get(key)) for key in keys)
+        for key in keys:
+            if is_missing(row.get(key)):
+                return False
+        has_empty_turns = any(is_empty(row[key]) for key in turns)
+        return not has_empty_turns or all(map(is_empty, row.values()))
 
     return recognizes
 
 
 def first_column(row: Row, names: Sequence[Column]) -> Column | None:
+    if row.keys().isdisjoint(names):
+        return None
     return next((name for name in names if not is_empty(row.get(name))), None)
 
 

@@ -129,7 +129,9 @@ class ConversationOptions:
 
     def applied(self, conversation: Conversation) -> Conversation:
         """Raises BadRowError if nothing is left to learn."""
-        found = replace(conversation, parse_special=self.parse_special)
+        found = conversation
+        if found.parse_special != self.parse_special:
+            found = replace(found, parse_special=self.parse_special)
         found = found.merged() if self.merge_turns else found
         if self.last_answer_only and found.turns:
             answers = (n for n, turn in enumerate(found.turns) if turn["role"] == "assistant")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,10 @@ from sansgpu.data.sources import local_files
 from sansgpu.data.tables import Columns, Data, require_no_header
 
 T_co = TypeVar("T_co", covariant=True)
+_Settings = TypeVar("_Settings", bound=Hashable)
+_T = TypeVar("_T")
+MAX_LAYOUTS = 256  # different sets of columns to remember
+MAX_COLUMNS = 1000  # rows with more columns are decided one by one, which bounds the memory
 USUAL = Columns()  # no column is configured, so all have their usual names
 
 
@@ -58,12 +63,36 @@ def unused_columns(row: Row, used: Iterable[Column], columns: Columns = USUAL) -
 
 def is_empty(value: Any) -> bool:
     """Returns whether a column has no value, as a cell of a table or a key that other rows of the file have."""
-    return is_missing(value) or (isinstance(value, (str, list, dict)) and not value)
+    return not value if isinstance(value, (str, list, dict)) else is_missing(value)
 
 
 def is_missing(value: Any) -> bool:
     """Returns whether a value is null, or NaN or Infinity, which are no value either."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def by_layout(decide: Callable[[Row, _Settings], _T]) -> Callable[[Row, _Settings], _T]:
+    """Decorates a function whose result depends only on the settings, the row's column names and its values' types.
+
+    The result is remembered, because nearly all rows of a file have the same columns.
+    """
+    known: dict[Any, _T] = {}
+
+    @wraps(decide)
+    def remembered(row: Row, settings: _Settings) -> _T:
+        if len(row) > MAX_COLUMNS:
+            return decide(row, settings)
+        layout = settings, tuple(row), tuple(map(type, row.values()))
+        try:
+            return known[layout]
+        except KeyError:
+            found = decide(row, settings)
+        if len(known) >= MAX_LAYOUTS:
+            known.clear()
+        known[layout] = found
+        return found
+
+    return remembered
 
 
 def any_row(row: Row, columns: Columns) -> bool:
@@ -91,6 +120,12 @@ class Forms(Generic[T_co]):
 
         Raises BadRowError if the row has none of the forms or is invalid.
         """
+        return self.read_with_form(row, columns, report)[1]
+
+    def read_with_form(
+        self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None
+    ) -> tuple[Form[T_co], T_co]:
+        """Returns the form of a row, and its content as `read` does."""
         row = self._with_columns(row)
         given = row.columns(self.needed)
         form = self.form_of(given, columns)
@@ -100,26 +135,32 @@ class Forms(Generic[T_co]):
         content = form.read(row, columns)
         if report is not None:
             report.not_used(form.unused_parts(given, columns))
-        return content
+        return form, content
 
     def form_of(self, value: Any, columns: Columns = USUAL) -> Form[T_co] | None:
         """Returns the form that reads the value of a row, or None if there is none or the value has no columns."""
-        given = self._with_columns(SourceRow("", value)).value
-        if not isinstance(given, dict):
-            return None
-        return next((form for form in self.forms if form.fits(given, columns)), None)
+        given = self._with_columns(SourceRow("", value)).value if isinstance(value, list) else value
+        if isinstance(given, dict):
+            for form in self.forms:
+                if form.fits(given, columns):
+                    return form
+        return None
 
     def _with_columns(self, row: SourceRow) -> SourceRow:
         """Returns a row that is a list as one with columns, if that has a meaning."""
-        named = self.list_row(row.value) if self.list_row is not None and isinstance(row.value, list) else None
+        if self.list_row is None or not isinstance(row.value, list):
+            return row
+        named = self.list_row(row.value)
         return row if named is None else row._replace(value=named)
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""
         nested = [form for form in self.forms if form.split is not None]
-        for row in map(self._with_columns, rows if self.regroup is None else self.regroup(rows)):
-            given = row.value if row.problem is None and isinstance(row.value, dict) else {}
-            split = next((form.split for form in nested if form.fits(given, USUAL)), None)
+        for row in rows if self.regroup is None else self.regroup(rows):
+            row = self._with_columns(row)
+            split = None
+            if nested and row.problem is None and isinstance(row.value, dict):
+                split = next((form.split for form in nested if form.fits(row.value, USUAL)), None)
             yield from (row,) if split is None else split(row)
 
     def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
+from sansgpu.data.forms.form import Form, Forms, any_row, by_layout, unused_columns
 from sansgpu.data.forms.label_columns import NO_FLAG, flag, flag_columns, is_id_column, main_text
 from sansgpu.data.forms.pairs import PAIR_COLUMNS
 from sansgpu.data.rows import (
@@ -61,13 +61,14 @@ def label_name(value: Any) -> str:
 def unlabeled_text(row: SourceRow, columns: Columns) -> LabeledText:
     """Reads a row for prediction, ignoring its label, if any. Raises BadRowError if it is invalid."""
     given = row.columns(LABELED.needed)
-    text, pair = _text_columns(given, columns)
+    roles = _roles(given, columns)
+    text, pair = roles.text, roles.pair
     if columns.pair is not None and pair is None:
         raise row.error(f"it has no column {columns.pair}, only {column_names(given)}")
-    others = _without_labels(given, columns)
+    others = roles.without_labels(given)
     column = text if columns.text is None else find_column(given, columns.text)
     try:
-        return _texts(row, others, column, pair)
+        return _texts(row, roles._replace(text=column))
     except BadRowError:
         if column is None and sum(isinstance(value, str) for value in others.values()) > 1 and "text" not in others:
             raise row.error(f"it has no column {columns.text or 'text'}, only {column_names(given)}") from None
@@ -103,38 +104,56 @@ def _labeled_by_columns(row: SourceRow, columns: Columns) -> LabeledText:
 
 
 def _with_label(row: SourceRow, columns: Columns, label: Any) -> LabeledText:
-    text, pair = _text_columns(row.value, columns)
-    if columns.text is None and text is not None and is_id_column(text):
+    roles = _roles(row.value, columns)
+    if columns.text is None and roles.text is not None and is_id_column(roles.text):
         raise BadRowError(
             f"{row.where} has the columns {column_names(row.value)}, of which none looks like a text; set "
             "data.text_column to the column with the text."
         )
-    if columns.pair is not None and pair is None:
+    if columns.pair is not None and roles.pair is None:
         raise missing_column(row.value, columns.pair, "data.text_pair_column", row.where)
-    read = _texts(row, _without_labels(row.value, columns), text, pair)
+    read = _texts(row, roles)
     return LabeledText(read.where, read.text, read.pair, label)
 
 
+class _Roles(NamedTuple):
+    """The keys of a row's columns. `text` and `pair` are None if they are unclear or do not exist."""
+
+    labels: frozenset[Any]
+    text: Any
+    pair: Any  # the second text
+
+    def without_labels(self, row: Row) -> Row:
+        return {name: value for name, value in row.items() if name not in self.labels}
+
+
+def _roles(row: Row, columns: Columns) -> _Roles:
+    return _roles_of_layout(row, (columns, _label_columns(row, columns)))
+
+
+@by_layout
+def _roles_of_layout(row: Row, settings: tuple[Columns, tuple[str, ...]]) -> _Roles:
+    columns, label_columns = settings
+    labels = frozenset((find_column(row, columns.label, LABEL_COLUMNS), *label_columns))
+    return _Roles(labels, *_text_columns(row, columns, labels))
+
+
 def _label_columns(row: Row, columns: Columns) -> tuple[str, ...]:
-    return columns.labels or (flag_columns(iter((row,))) if columns.label is None else ())
+    if columns.labels or columns.label is not None or find_column(row, None, LABEL_COLUMNS) is not None:
+        return columns.labels
+    return flag_columns(iter((row,)))
 
 
 def _has_label_columns(row: Row, columns: Columns) -> bool:
     return bool(_label_columns(row, columns))
 
 
-def _without_labels(row: Row, columns: Columns) -> Row:
-    label = find_column(row, columns.label, LABEL_COLUMNS)
-    labels = {label, *_label_columns(row, columns)}
-    return {name: value for name, value in row.items() if name not in labels}
-
-
 def _unused(row: Row, columns: Columns) -> Iterator[str]:
-    labels = {*row} - {*_without_labels(row, columns)}
-    return unused_columns(row, (*labels, *_text_columns(row, columns)), columns)
+    roles = _roles(row, columns)
+    return unused_columns(row, (*roles.labels, roles.text, roles.pair), columns)
 
 
-def _text_columns(row: Row, columns: Columns) -> tuple[Any, Any]:
+def _text_columns(row: Row, columns: Columns, labels: frozenset[Any]) -> tuple[Any, Any]:
     """Returns the keys of the text and of the second text, which are None if they are unclear or do not exist."""
     pair = find_column(row, columns.pair, (PAIR_COLUMN,))
     if pair is None and columns.text is None and columns.pair is None and "text" not in row:
@@ -143,17 +162,20 @@ def _text_columns(row: Row, columns: Columns) -> tuple[Any, Any]:
             return usual
     if columns.text is not None:
         return column_key(row, columns.text), pair
-    others = {name: value for name, value in _without_labels(row, columns).items() if name != pair}
+    others = {name: value for name, value in row.items() if name not in labels and name != pair}
     return main_text(others), pair
 
 
 def _has_pair(row: Row, columns: Columns) -> bool:
-    return _text_columns(row, columns)[1] is not None and not columns.labels
+    return not columns.labels and _roles(row, columns).pair is not None
 
 
-def _texts(row: SourceRow, given: Row, column: Any, pair: Any) -> LabeledText:
-    second = given.get(pair) if pair is not None else None
-    text = row_text({key: value for key, value in given.items() if key != pair}, column, row.where)
+def _texts(row: SourceRow, roles: _Roles) -> LabeledText:
+    given, column, pair = row.value, roles.text, roles.pair
+    second = given.get(pair) if pair is not None and pair not in roles.labels else None
+    if column not in given or column == pair or column in roles.labels:  # a message names the columns that may be it
+        given = {key: value for key, value in roles.without_labels(given).items() if key != pair}
+    text = row_text(given, column, row.where)
     if pair is not None and (not isinstance(second, str) or not second.strip()):
         raise row.error(f"its {pair} is missing or empty")
     if not text.strip():

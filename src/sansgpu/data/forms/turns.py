@@ -64,11 +64,11 @@ def kind_of(value: Any) -> str:
 
 def without_nulls(value: Any) -> Any:
     """Removes keys without a value at any depth: in Parquet files an object has all keys that other rows have."""
-    match value:
-        case Mapping():
-            return {key: without_nulls(part) for key, part in value.items() if part is not None}
-        case list() | tuple():
-            return [without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        found = {key: part for key, part in value.items() if part is not None}
+        return {key: part if isinstance(part, str) else without_nulls(part) for key, part in found.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(part) for part in value]
     return value
 
 
@@ -87,8 +87,12 @@ def chatml_turns(text: str) -> list[Message]:
 
 def role_of(turn: Any) -> Any:
     """Returns the role in a turn, under its usual name if it is known."""
-    role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None) if isinstance(turn, dict) else None
-    return ROLES.get(role.strip().lower(), role) if isinstance(role, str) else role
+    if not isinstance(turn, dict):
+        return None
+    for key in ROLE_KEYS:
+        if (role := turn.get(key)) is not None:
+            return ROLES.get(role.strip().lower(), role) if isinstance(role, str) else role
+    return None
 
 
 def turns_in_text(value: Any) -> Any:
@@ -146,7 +150,9 @@ def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
     """
     parts = [without_nulls(parsed_cell(value)) for value in values]
     if all(isinstance(part, dict) for part in parts):
-        values = parts
+        for turn in parts:
+            yield from _keyed_turns(turn) if role_of(turn) is None else (turn,)
+        return
     if len(values) > 1 and all(isinstance(value, str) for value in values):
         values = [[("user", "assistant")[number % 2], value] for number, value in enumerate(values)]
     has_roles = any(isinstance(value, (list, tuple)) and len(value) == 2 and _is_role(value[0]) for value in values)
@@ -158,7 +164,7 @@ def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
                 yield {"role": "user", "content": question}
             case [str(question), str(answer)] if not has_roles:
                 yield from ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-            case dict() as turn if all(turn.get(key) is None for key in ROLE_KEYS):
+            case dict() as turn if role_of(turn) is None:
                 yield from _keyed_turns(turn)
             case other:
                 yield other
@@ -187,14 +193,15 @@ def _turn(where: str, number: int, value: Any) -> Message:
             f"has {kind_of(value)} as turn {number} instead of an object with role and content",
         )
     turn = without_nulls(value)
-    named = next((key for key in ROLE_KEYS if key in turn), "role")
-    content_key = next((key for key in CONTENT_KEYS if key in turn), "content")
+    named = "role" if "role" in turn else next((key for key in ROLE_KEYS if key in turn), "role")
+    content_key = "content" if "content" in turn else next((key for key in CONTENT_KEYS if key in turn), "content")
     given, role, content = turn.get(named), role_of(turn), turn.get(content_key)
-    if role not in tuple(FOLLOWS):
+    if not isinstance(role, str) or role not in FOLLOWS:
         raise bad_row(where, f"has the unknown role {role!r} in turn {number}; known roles are {', '.join(FOLLOWS)}")
-    if media := next((key for key in MEDIA_KEYS if turn.get(key)), None):
+    if not turn.keys().isdisjoint(MEDIA_KEYS) and (media := next((key for key in MEDIA_KEYS if turn.get(key)), None)):
         raise bad_row(where, f"has {media} in turn {number}, but only text is read")
-    others = {key: part for key, part in turn.items() if key not in {named, content_key} - {"role", "content"}}
+    renamed = {named, content_key} - {"role", "content"}
+    others = {key: part for key, part in turn.items() if key not in renamed}
     if role == "assistant":
         is_call = str(given).strip().lower() in CALL_ROLES
         others = with_calls(where, number, {**others, "function_call": content} if is_call else others)
@@ -234,9 +241,9 @@ def unused_of_parts(turns: Any) -> Iterator[str]:
     """Names the keys beside the text in parts of contents, such as `cache_control`."""
     listed = parsed_cell(turns)
     for turn in listed if isinstance(listed, (list, tuple)) else [listed]:
-        for key in CONTENT_KEYS if isinstance(turn, dict) and role_of(turn) != "tool" else ():
-            parts = turn.get(key)
-            found = (part for part in (parts if isinstance(parts, list) else ()) if isinstance(part, dict))
+        values = map(turn.get, CONTENT_KEYS) if isinstance(turn, dict) else ()
+        for parts in [value for value in values if isinstance(value, list)]:
+            found = (part for part in parts if isinstance(part, dict) and role_of(turn) != "tool")
             keys = dict.fromkeys(name for part in found for name, value in part.items() if value is not None)
             yield from (f"{name} of a part" for name in keys if name not in ("type", "text"))
 
@@ -246,6 +253,8 @@ def with_calls(where: str, number: int, turn: Message) -> Message:
 
     The calls may be JSON text, lack the key `function`, or be a single `function_call`.
     """
+    if turn.keys().isdisjoint(("tool_calls", "function_call")):
+        return turn
     calls = parsed_cell(turn.get("tool_calls"))
     if not calls and turn.get("function_call"):
         calls = parsed_cell(turn["function_call"])
@@ -280,6 +289,8 @@ def with_weight(where: str, number: int, turn: Message, is_answer: bool = True) 
 
     Other turns are never learned, so they keep flags that say otherwise.
     """
+    if turn.keys().isdisjoint(FLAGS):
+        return turn
     learned, others = True, dict(turn)
     for name, learned_value in FLAGS.items():
         if name in others:

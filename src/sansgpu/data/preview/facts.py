@@ -30,7 +30,7 @@ from sansgpu.data.tables import Columns
 HASHED_ROWS = 1000  # rows that are hashed at a time
 HASHED_CHARACTERS = 4000  # longer texts are compared by their beginning
 SAMPLED_ROWS = 2000  # at most twice as many rows, evenly spaced, are tokenized or searched for scripts
-SCRIPT_CHARACTERS = 2000  # each sampled row is searched up to this length
+SCRIPT_CHARACTERS = 500  # of each sampled row
 MAX_REPEATED, MAX_REASONS = 5, 20
 MAX_ANSWER_CHARACTERS = 80
 MANY_CHARACTERS_PER_WORD = 15  # texts without spaces are measured in characters
@@ -59,7 +59,7 @@ class SplitFacts:
     is_whole: bool = True
     report: RowReport = field(default_factory=lambda: RowReport("skip"))
     forms: Counter[str] = field(default_factory=Counter)
-    columns: Counter[str] = field(default_factory=Counter)
+    columns: Counter[Any] = field(default_factory=Counter)
     reasons: dict[str, LeftOut] = field(default_factory=dict)
     words: array[int] = field(default_factory=lambda: array("q"))
     characters: array[int] = field(default_factory=lambda: array("q"))
@@ -91,7 +91,8 @@ class SplitFacts:
 
     def _read(self, row: SourceRow, forms: Forms[Any], columns: Columns) -> ReadRow | BadRowError:
         try:
-            typed = self.learned(forms.read(row, columns, self.report))
+            form, content = forms.read_with_form(row, columns, self.report)
+            typed = self.learned(content)
         except BadRowError as error:
             self.bad_rows += not isinstance(error, LeftOutError)
             self._leave_out(row.where, str(error))
@@ -99,8 +100,8 @@ class SplitFacts:
         given = row.value if isinstance(row.value, dict) else {}
         for name, value in given.items():
             if not is_empty(value):
-                self.columns[_valid(str(name))] += 1
-        return self._add(ReadRow(self.rows, row, _name(forms.form_of(given, columns), given, columns), typed))
+                self.columns[name] += 1
+        return self._add(ReadRow(self.rows, row, _name(form, given, columns), typed))
 
     def _leave_out(self, where: str, message: str) -> None:
         reason = message.removeprefix(where).removesuffix(ROW_REMEDY)
@@ -161,7 +162,7 @@ class SplitFacts:
 
     def look(self, name: str, part: str, max_bad_rows: float) -> SplitLook:
         not_used = {_valid(name): count for name, count in self.report.unused.items()}
-        used = {column: count - not_used.get(column, 0) for column, count in self.columns.items()}
+        used = {_valid(str(name)): count - not_used.get(_valid(str(name)), 0) for name, count in self.columns.items()}
         return SplitLook(
             name,
             part,
@@ -182,11 +183,9 @@ def _valid(name: str) -> str:
     return name if is_text(name) else name.encode(errors="replace").decode()
 
 
-def _name(form: Form[Any] | None, row: Row, columns: Columns) -> str:
+def _name(form: Form[Any], row: Row, columns: Columns) -> str:
     """Returns the columns of a form that a row has; the form may read other names of them."""
-    if form is None:
-        return "no columns"
-    usual = [key for key in (*form.keys, *form.optional) if not is_empty(row.get(key))]
+    usual = [key for key in (*form.keys, *form.optional) if key in row and not is_empty(row[key])]
     unused = () if usual else {*form.unused_parts(row, columns)}
     others = (_valid(str(name)) for name, value in row.items() if not is_empty(value) and name not in unused)
     return " + ".join(usual or others) or form.name

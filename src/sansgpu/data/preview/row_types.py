@@ -23,6 +23,7 @@ from sansgpu.data.preview.example import ExamplePart, Parts, marked, plain, targ
 
 # Fields of a Conversation that have parts of their own, or only say how it is read. Any other field is shown, too.
 _CONVERSATION_FIELDS = {"where", "turns", "first", "plain", "text", "parse_special", "unlearned"}
+_SHOWN_FIELDS = tuple(field.name for field in fields(Conversation) if field.name not in _CONVERSATION_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _conversation(row: Conversation) -> Iterator[ExamplePart]:
 
 
 def _further_fields(row: Conversation) -> Iterator[ExamplePart]:
-    for name in (field.name for field in fields(row) if field.name not in _CONVERSATION_FIELDS):
+    for name in _SHOWN_FIELDS:
         if value := getattr(row, name):
             yield plain(name, value if isinstance(value, str) else _json(value))
 
