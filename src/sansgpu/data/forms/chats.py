@@ -29,6 +29,7 @@ from sansgpu.data.forms.chat_columns import (
     string_in,
 )
 from sansgpu.data.forms.form import USUAL, Form, Forms, is_empty, unused_columns
+from sansgpu.data.forms.glaive import is_glaive, without_marks
 from sansgpu.data.forms.turns import (
     ANSWERED_ROLES,
     SYSTEM_ROLES,
@@ -279,6 +280,11 @@ def _unused_beside_text(row: Row, columns: Columns) -> Iterator[str]:
     return unused_columns(row, ("text", *(name for name in chosen if name is not None)), columns)
 
 
+def _glaive(row: SourceRow, columns: Columns) -> Conversation:
+    named = row._replace(value=without_marks(row))
+    return build_conversation(named, all_turns(named, named.value["messages"], "chat", columns), 0, columns)
+
+
 def chat_form(
     keys: tuple[str, ...],
     read: Callable[[SourceRow, Columns], Any],
@@ -325,6 +331,9 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
     chat_form(("query", "tools", "answers"), _calls,
               {"query": "What is 2 + 2?", "tools": [_TOOL],
                "answers": '[{"name": "add", "arguments": {"a": 2, "b": 2}}]'}),
+    chat_form(("system", "chat"), _glaive,
+              {"system": "SYSTEM: You are a helpful assistant.", "chat": "USER: What is 2 + 2?\n\nASSISTANT: 4"},
+              recognizes=is_glaive),
     *(chat_form(pair, _pair_in(*pair), dict(zip(pair, ("What is 2 + 2?", "4"), strict=True)), ("history",))
       for pair in PAIRS if pair != ("instruction", "output")),
     Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -85,13 +86,14 @@ class Forms(Generic[T_co]):
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
     # Joins rows that are one example together, such as the words of a sentence, and takes apart those without columns.
     regroup: Callable[[Iterable[SourceRow]], Iterator[SourceRow]] | None = None
+    other_names: tuple[str, ...] = ()  # of columns that are neither keys nor optional columns of a form
 
     def read(self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None) -> T_co:
         """Returns the content of a row, and counts in `report` what is not used of it.
 
         Raises BadRowError if the row has none of the forms or is invalid.
         """
-        row = self._with_columns(row)
+        row = self._with_usual_names(self._with_columns(row), columns)
         given = row.columns(self.needed)
         form = self.form_of(given, columns)
         if form is None:
@@ -104,7 +106,7 @@ class Forms(Generic[T_co]):
 
     def form_of(self, value: Any, columns: Columns = USUAL) -> Form[T_co] | None:
         """Returns the form that reads the value of a row, or None if there is none or the value has no columns."""
-        given = self._with_columns(SourceRow("", value)).value
+        given = self._with_usual_names(self._with_columns(SourceRow("", value)), columns).value
         if not isinstance(given, dict):
             return None
         return next((form for form in self.forms if form.fits(given, columns)), None)
@@ -114,13 +116,31 @@ class Forms(Generic[T_co]):
         named = self.list_row(row.value) if self.list_row is not None and isinstance(row.value, list) else None
         return row if named is None else row._replace(value=named)
 
+    @cached_property
+    def _usual_names(self) -> frozenset[str]:
+        names = (name for form in self.forms for name in (*form.keys, *form.optional))
+        return frozenset(name for name in (*names, *self.other_names) if name == name.casefold())
+
+    def _with_usual_names(self, row: SourceRow, columns: Columns = USUAL) -> SourceRow:
+        """Returns a row whose columns with a usual name in other case, such as `Text`, have the usual name."""
+        value = row.value
+        if not isinstance(value, dict):
+            return row
+        folded = {name: name.strip().casefold() for name in value if isinstance(name, str)}
+        renamed = {name: usual for name, usual in folded.items() if usual != name and usual in self._usual_names
+                   and usual not in value and name not in columns.all_named}  # fmt: skip
+        if not renamed or len({*renamed.values()}) < len(renamed):
+            return row
+        return row._replace(value={renamed.get(name, name): cell for name, cell in value.items()})
+
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""
         nested = [form for form in self.forms if form.split is not None]
         for row in map(self._with_columns, rows if self.regroup is None else self.regroup(rows)):
-            given = row.value if row.problem is None and isinstance(row.value, dict) else {}
+            named = self._with_usual_names(row) if nested and row.problem is None else row
+            given = named.value if row.problem is None and isinstance(named.value, dict) else {}
             split = next((form.split for form in nested if form.fits(given, USUAL)), None)
-            yield from (row,) if split is None else split(row)
+            yield from (row,) if split is None else split(named)
 
     def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:
         """Returns the contents of all rows that are valid, in order."""

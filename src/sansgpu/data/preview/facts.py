@@ -186,6 +186,7 @@ def _name(form: Form[Any] | None, row: Row, columns: Columns) -> str:
     if form is None:
         return "no columns"
     usual = [key for key in (*form.keys, *form.optional) if not is_empty(row.get(key))]
+    usual = usual if all(key in usual for key in form.keys) else []
     unused = () if usual else {*form.unused_parts(row, columns)}
     others = (_valid(str(name)) for name, value in row.items() if not is_empty(value) and name not in unused)
     return " + ".join(usual or others) or form.name
