@@ -172,6 +172,7 @@ class SplitFacts:
             tuple(self.reasons.values()),
             self.problem,
             self.is_whole,
+            self.bad_rows,
             max_bad_rows if are_too_many(self.bad_rows, self.rows, max_bad_rows) else None,
         )
 
@@ -185,7 +186,7 @@ def _name(form: Form[Any] | None, row: Row, columns: Columns) -> str:
     """Returns the columns of a form that a row has; the form may read other names of them."""
     if form is None:
         return "no columns"
-    usual = [key for key in (*form.keys, *form.optional) if not is_empty(row.get(key))]
+    usual = [key for key in dict.fromkeys((*form.keys, *form.optional)) if not is_empty(row.get(key))]
     usual = usual if all(key in usual for key in form.keys) else []
     unused = () if usual else {*form.unused_parts(row, columns)}
     others = (_valid(str(name)) for name, value in row.items() if not is_empty(value) and name not in unused)
