@@ -15,6 +15,7 @@ from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, LeftOutError, SourceRow
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import open_sources
+from sansgpu.tasks.tokens.data import open_tagged
 from sansgpu.tasks.tokens.spans import spans_of
 from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged
 
@@ -403,3 +404,23 @@ def test_texts_of_label_studio_without_a_label_have_no_spans(tmp_path: Path) -> 
 def test_numbers_in_cells_are_tags_as_numpy_writes_them() -> None:
     spans, notes = one({"tokens": "['a' 'b' 'c']", "tags": "[1 2 0]"}, labels=["O", "B-PER", "I-PER"])
     assert spans == ["a b PER"], notes
+
+
+def test_names_of_columns_of_spans_may_have_capitals() -> None:
+    for row in ({"Text": TEXT, "Spans": OBJECTS}, {"Content": TEXT, "Entities": LISTS}, {"TEXT": TEXT, "LABEL": LISTS}):
+        assert one(row) == (FOUND, [])
+
+
+def test_tags_with_an_unknown_prefix_are_named() -> None:
+    assert learned([{"tokens": ["Ada", "left"], "tags": ["X-PER", "O"]}])[1] == [
+        "rows: tags such as X-PER have none of the prefixes B, I, E and S, so each word with one is a span of its own."
+    ]
+
+
+def test_a_configured_column_of_tags_is_for_conll_alone(tmp_path: Path) -> None:
+    table, words = tmp_path / "a.csv", tmp_path / "b.conll"
+    table.write_text("text,entities\nMaria left,\"[(0, 5, 'PER')]\"\n")
+    words.write_text("Maria B-PER NN\nleft O VB\n")
+    data = TaggedDataConfig(dataset_name="x", tag_column=1)
+    assert next(open_tagged(str(table), data, []).rows()).value["text"] == "Maria left"
+    assert next(open_tagged(str(words), data, []).rows()).value["tags"] == ["B-PER", "O"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -144,18 +144,18 @@ class _Weighted(NamedTuple):
     """A piece of a text, how often it occurs, and its share of the lines in which it does."""
 
     text: str
-    count: int
+    occurrences: int
     weight: float
 
 
 def _scores(lines: Sequence[bytes]) -> dict[str, float]:
-    """Returns how well each encoding fits lines, from 0 to 1; each line counts the same, so that damaged ones do."""
+    """Returns how well each encoding fits lines, from 0 to 1. All lines have equal weight, damaged ones, too."""
     bytes_between = [[line[n - 1 : n + 2] for n in range(1, len(line) - 1) if line[n] > 0x7F]
                      for line in (b" " + line + b" " for line in lines)]  # fmt: skip
     pieces = _weighted(bytes_between)
     found = dict[str, float]()
     for encoding in (*_LATIN, *_OTHER_SCRIPTS):
-        decoded = [_Weighted(one.decode(encoding, "replace"), *rest) for one, *rest in pieces]
+        decoded = [_Weighted(one.decode(encoding, "replace"), count, weight) for one, count, weight in pieces]
         found[encoding] = _narrow_score(decoded, encoding)
     for encoding in _WIDE:
         text = [[char for char in line.decode(encoding, "replace") if not char.isascii()] for line in lines]
@@ -164,12 +164,12 @@ def _scores(lines: Sequence[bytes]) -> dict[str, float]:
 
 
 def _weighted(lines: Iterable[Sequence[_T]]) -> list[tuple[_T, int, float]]:
-    """Returns the distinct parts of lines with their counts and their weights; those of a line sum up to 1."""
-    counts, weights = Counter[Any](), Counter[Any]()
+    """Returns the distinct parts of lines with their counts and their weights; the weights of a line sum to 1."""
+    counts, weights = Counter[_T](), defaultdict[_T, float](float)
     for line in lines:
         for part, count in Counter(line).items():
             counts[part] += count
-            weights[part] += count / len(line)  # type: ignore[assignment]
+            weights[part] += count / len(line)
     return [(part, counts[part], weights[part]) for part in counts]
 
 
@@ -178,7 +178,7 @@ def _narrow_score(pieces: Sequence[_Weighted], encoding: str) -> float:
     total = sum(piece.weight for piece in pieces) or 1.0
     if sum(piece.weight for piece in pieces if _is_undecoded(piece.text[1])) > MAX_UNDECODED * total:
         return 0.0
-    letters = sum(piece.count for piece in pieces if piece.text[1].isalpha())
+    letters = sum(piece.occurrences for piece in pieces if piece.text[1].isalpha())
     if encoding not in _LATIN:
         often, seldom = _OTHER_SCRIPTS[encoding]
         if letters < FEW_LETTERS:
@@ -202,7 +202,11 @@ def _is_undecoded(char: str) -> bool:
 def _wide_scores(chars: Sequence[_Weighted], encoding: str) -> float:
     total = sum(char.weight for char in chars)
     undecoded = sum(char.weight for char in chars if char.text == UNDECODED)
-    if not chars or undecoded > MAX_UNDECODED * total or sum(c.count for c in chars if c.text.isalpha()) < FEW_LETTERS:
+    if (
+        not chars
+        or undecoded > MAX_UNDECODED * total
+        or sum(c.occurrences for c in chars if c.text.isalpha()) < FEW_LETTERS
+    ):
         return 0.0
     return sum(char.weight * _wide_score(char.text, encoding) for char in chars) / total
 
@@ -225,7 +229,7 @@ def _wide_score(char: str, encoding: str) -> float:
 
 def _char_score(piece: str, often: str, seldom: str, seldom_score: float) -> float:
     """Returns how likely the middle of three characters is in a text, from 0 to 1."""
-    before, char, after = piece
+    before, char, after = [*piece]
     if unicodedata.category(char) == "Mn":  # a vowel or tone of Thai, which follows a consonant
         return 0.0 if before.isascii() else 1.0 if char in often else seldom_score
     if not char.isalpha():
