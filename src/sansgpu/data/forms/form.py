@@ -106,10 +106,14 @@ class Forms(Generic[T_co]):
 
     def form_of(self, value: Any, columns: Columns = USUAL) -> Form[T_co] | None:
         """Returns the form that reads the value of a row, or None if there is none or the value has no columns."""
-        given = self._with_usual_names(self._with_columns(SourceRow("", value)), columns).value
+        given = self.with_usual_names(value, columns)
         if not isinstance(given, dict):
             return None
         return next((form for form in self.forms if form.fits(given, columns)), None)
+
+    def with_usual_names(self, value: Any, columns: Columns = USUAL) -> Any:
+        """Returns the value of a row with the names of columns that the forms read."""
+        return self._with_usual_names(self._with_columns(SourceRow("", value)), columns).value
 
     def _with_columns(self, row: SourceRow) -> SourceRow:
         """Returns a row that is a list as one with columns, if that has a meaning."""

@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.data.duplicates import DocumentHashes, hash_documents
 from sansgpu.data.files import Piece
-from sansgpu.data.forms.form import Form, Forms, is_empty
+from sansgpu.data.forms.form import Forms, is_empty
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.words import TaggedText
@@ -99,7 +99,7 @@ class SplitFacts:
         for name, value in given.items():
             if not is_empty(value):
                 self.columns[_valid(str(name))] += 1
-        return self._add(ReadRow(self.rows, row, _name(forms.form_of(given, columns), given, columns), typed))
+        return self._add(ReadRow(self.rows, row, _name(forms, given, columns), typed))
 
     def _leave_out(self, where: str, message: str) -> None:
         reason = message.removeprefix(where).removesuffix(ROW_REMEDY)
@@ -182,8 +182,9 @@ def _valid(name: str) -> str:
     return name if is_text(name) else name.encode(errors="replace").decode()
 
 
-def _name(form: Form[Any] | None, row: Row, columns: Columns) -> str:
-    """Returns the columns of a form that a row has; the form may read other names of them."""
+def _name(forms: Forms[Any], given: Row, columns: Columns) -> str:
+    """Returns the columns of the form of a row that the row has; the form may read other names of them."""
+    form, row = forms.form_of(given, columns), forms.with_usual_names(given, columns)
     if form is None:
         return "no columns"
     usual = [key for key in dict.fromkeys((*form.keys, *form.optional)) if not is_empty(row.get(key))]
