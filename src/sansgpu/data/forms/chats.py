@@ -22,14 +22,15 @@ from sansgpu.data.forms.chat_columns import (
     first_column,
     has_values,
     history_turns,
+    is_glaive,
     nonempty_in,
     only_text,
     read_tools,
     require_nonempty,
     string_in,
+    without_marks,
 )
 from sansgpu.data.forms.form import USUAL, Form, Forms, is_empty, unused_columns
-from sansgpu.data.forms.glaive import is_glaive, without_marks
 from sansgpu.data.forms.turns import (
     ANSWERED_ROLES,
     SYSTEM_ROLES,
