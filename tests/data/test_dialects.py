@@ -1,5 +1,7 @@
 """Tables are read whatever their separator, quotes and encoding, and what was recognized is said."""
 
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,59 @@ def test_encodings_of_short_texts_are_recognized(tmp_path: Path, encoding: str, 
         assert read == (
             " ".join(text.split()) if name == "a.conll" else text if name == "a.txt" else text.replace("\n", "")
         )
+
+
+# Sentences of reviews, and the encodings in which files of their language come.
+LANGUAGES = {
+    "Wczoraj poszliśmy nad rzekę. Obsługa była miła, na zupę czekaliśmy godzinę. Źle oceniam hałas. Żona jadła gęś.":
+        ["cp1250", "iso8859-2"],
+    "Včera jsme šli do restaurace. Obsluha milá, ale polévku přinesli pozdě. Těšíme se příště, žádné další připomínky.":
+        ["cp1250", "iso8859-2"],
+    "Včera sme išli k rieke. Obsluha veľmi milá, ceny príliš vysoké. Ľutujem, že dážď pršal. Ťažký stôl, vŕba, vĺča.":
+        ["cp1250", "iso8859-2"],
+    "Jučer smo išli u šetnju. Žena je naručila čaj, a đumbir je bio odličan. Možda ćemo doći opet.":
+        ["cp1250", "iso8859-2"],
+    "Tegnap az étterembe mentünk. A leves finom volt, de fűszeresebb ételt vártunk. Őszintén: az árak túl magasak.":
+        ["cp1250", "iso8859-2"],
+    "Eşim mantı sipariş etti. Çocuklar oyun alanına bayıldı, ışıklar güzeldi. İçecekler soğuktu, Şef güler yüzlü.":
+        ["cp1254", "iso8859-9"],
+    "Вчера мы ходили в ресторан. Жена заказала вареники с капустой. Плохо оцениваю шум: гости пели. Чай щедрый.":
+        ["cp1251", "koi8-r", "iso8859-5", "cp866"],
+    "Учора ми ходили до ресторану. Їжа була смачною, проте ціни надто високі. Є ще ґанок із квітами.":
+        ["cp1251", "koi8-u"],
+    "Ma sœur a commandé des œufs à la crème. C'était très agréable, mais ça coûte 25 €. Les hôtes étaient bruyants.":
+        ["cp1252", "iso8859-15"],
+    "Χθες πήγαμε στο εστιατόριο. Η σούπα άργησε πολύ. Άσχημα αξιολογώ τον θόρυβο. Όλα τα παιδιά χάρηκαν.":
+        ["cp1253", "iso8859-7"],
+    "昨日、川のそばのレストランへ行きました。サービスは親切でしたが、スープを一時間待ちました。次回は静かな時間を選びます。":
+        ["shift_jis", "euc_jp"],
+    "昨天我们去了河边的餐馆。服务非常周到，但是等汤等了一个多小时。饭菜很好吃，不过价格太高。": ["gb18030", "gbk"],
+    "昨天我們去了河邊的餐館。服務非常周到，但是等湯等了一個多小時。飯菜很好吃，不過價格太高。": ["big5"],
+    "어제 강가에 있는 식당에 갔습니다. 서비스는 친절했지만 수프를 오래 기다렸습니다. 음식은 맛있었습니다.": ["euc_kr"],
+    "เมื่อวานเราไปร้านอาหารริมแม่น้ำ บริการดีมาก แต่รอซุปนานกว่าหนึ่งชั่วโมง อาหารอร่อยแต่ราคาแพงเกินไป": ["cp874"],
+    "Vakar ėjome į restoraną. Žmona užsisakė virtinukų, o aš keptą žąsį. Galbūt kitą kartą rinksimės ramesnį laiką.":
+        ["cp1257"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
+@pytest.mark.parametrize(
+    ("text", "encoding"), [pytest.param(text, one, id=one) for text, ones in LANGUAGES.items() for one in ones]
+)
+def test_encodings_of_longer_texts_are_recognized(tmp_path: Path, text: str, encoding: str, size: int) -> None:
+    sentences, draw = re.findall(r".+?(?:[.。] ?|$)", text), random.Random(size)
+    content = "\n".join("".join(draw.choices(sentences, k=draw.randint(1, 4))) for _ in range(2 * size // len(text)))
+    path = tmp_path / "a.txt"
+    path.write_bytes(content.encode(encoding))
+    assert "".join(piece.text for piece in opened(path).read()) == content
+    assert describe_file(path)
+
+
+def test_the_note_names_the_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("Možda ćemo doći šetnjom, žena naručuje čaj.\n".encode("iso8859-2"))
+    said = f"{path}: read as iso8859-2; data.encoding changes this."
+    assert file_notes(DataConfig(dataset_name=str(path)), "texts") == [said]
 
 
 def test_a_file_with_a_few_damaged_lines_is_still_utf8(tmp_path: Path) -> None:

@@ -181,6 +181,24 @@ def test_a_word_broken_at_a_line_end_keeps_its_hyphen_only_if_the_text_has_it_el
     ]
 
 
+@pytest.mark.parametrize(
+    ("broken", "elsewhere", "expected"),
+    [
+        ("state-of-the-|art", "A State-of-the-art mill.", "state-of-the-art"),
+        ("state-|of-the-art", "state-of-the-art", "state-of-the-art"),
+        ("state-of-the-|art", "the art of it", "state-of-the-art"),
+        ("well-docu-|mented", "it is documented well", "well-documented"),
+        ("well-docu-|mented", "", "well-documented"),
+        ("well-|known", "well known", "wellknown"),  # as in "in-formation", nothing says that the hyphen is real
+        ("co-|operate", "co-operate, or cooperate: cooperate", "cooperate"),
+        ("docu-|mentation", "", "documentation"),
+    ],
+)
+def test_a_hyphen_at_a_line_end_is_kept_where_the_document_has_it(broken: str, elsewhere: str, expected: str) -> None:
+    page = f"the {broken.replace('|', HYPHEN)} mill"
+    assert with_whole_words([page, elsewhere])[0] == f"the {expected} mill"
+
+
 def page(*placed: tuple[float, str]) -> list[PageLine]:
     return [PageLine(text, 60, 60 + 5 * len(text), height, height) for height, text in placed]
 

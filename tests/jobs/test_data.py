@@ -87,6 +87,27 @@ def test_the_task_is_guessed_from_files_without_columns(task: str, name: str, te
     assert looked(given).task == task
 
 
+def test_pairs_of_inference_are_shown_as_the_triplets_that_are_learned(tmp_path: Path) -> None:
+    rows = [{"premise": "p", "hypothesis": f"h{n}", "label": n} for n in (0, 1, 2)]
+    found = looked(write_rows(tmp_path / "rows.jsonl", rows), task="embed")
+    assert [part.text for part in found.examples[0].parts] == ["p", "h0", "h2"]
+    assert (found.splits[0].usable, found.splits[0].bad_rows, found.scores) == (1, 0, None)
+    assert "1 triplet of a premise" in found.notes[0]
+
+
+def test_the_form_names_the_columns_of_text_and_label(tmp_path: Path) -> None:
+    rows = [{"sentence": "a film", "label": 1, "idx": 0}]
+    found = looked(write_rows(tmp_path / "rows.jsonl", rows), task="classify")
+    assert [*found.splits[0].forms] == ["sentence + label"]
+
+
+@pytest.mark.parametrize("row", [{"Text": "Ada left", "Spans": [{"start": 0, "end": 3, "label": "PER"}]},
+                                 {"Tokens": ["Ada"], "NER": [[0, 0, "PER"]]}])  # fmt: skip
+def test_the_task_of_rows_with_capitals_is_guessed(tmp_path: Path, row: dict[str, Any]) -> None:
+    found = looked(write_rows(tmp_path / "rows.jsonl", [row]))
+    assert (found.task, found.splits[0].usable) == ("tokens", 1)
+
+
 def test_rows_that_no_task_reads_are_refused_in_a_sentence(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"foo": "a", "bar": "b"}])
     with pytest.raises(ConfigError, match="no task reads rows with foo, bar; choose one with --task"):

@@ -113,9 +113,14 @@ class Columns:
         return [column for column in (self.text, self.pair, self.label, *self.labels) if column is not None]
 
     @property
+    def all_named(self) -> tuple[Column | None, ...]:
+        """All columns that are set, and None."""
+        return (*self.named, self.tag, self.system, self.tools)
+
+    @property
     def has_header(self) -> bool:
         """True if .csv and .tsv files start with a header, because no column is a number."""
-        return not any(isinstance(column, int) for column in (*self.named, self.tag, self.system, self.tools))
+        return not any(isinstance(column, int) for column in self.all_named)
 
 
 def is_table(path: Path) -> bool:

@@ -62,7 +62,10 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
         yield "used", _listed(split.used) or "nothing"
         yield "not used", _listed(split.not_used) or "nothing"
     if skipped := split.rows - split.usable:
-        effect = "data.on_bad_row: fail stops a run at them, skip leaves them out"
+        effect = "their own values say so, so a run goes on"
+        if split.bad_rows:
+            them = "them" if split.bad_rows == skipped else f"{split.bad_rows:,} of them"
+            effect = f"data.on_bad_row: fail stops a run at {them}, skip leaves them out"
         if split.max_bad_rows is not None:
             effect = f"a run stops, because they are more than data.max_bad_rows={split.max_bad_rows:g} allows"
         lines = [f"{skipped:,} of {counted(split.rows, 'row')} ({effect})"]

@@ -313,3 +313,30 @@ def test_chatml_answers_follow_their_prompt() -> None:
     answers = {name: f"<|im_start|>assistant\n{name}<|im_end|>\n" for name in ("chosen", "rejected")}
     found = PREFERENCES.read(SourceRow(WHERE, {"prompt": "a?", **answers})).conversations
     assert [[turn["content"] for turn in one.turns] for one in found] == [["a?", "chosen"], ["a?", "rejected"]]
+
+
+def test_a_chat_of_glaive_has_turns_calls_and_tools() -> None:
+    functions = [{"name": "rate", "parameters": {"type": "object", "properties": {}}}, {"name": "other"}]
+    listed = "\n".join(json.dumps(one, indent=4) for one in functions)
+    chat = (
+        "USER: How much?\n\n\nASSISTANT: Sure. <functioncall> "
+        """{"name": "rate", "arguments": '{"base": "it's"}'} <|endoftext|>\n\n\n"""
+        'FUNCTION RESPONSE: {"rate": 0.9}\n\n\nASSISTANT: 4.5 <|endoftext|>\n\n\n'
+    )
+    found = read({"system": f"SYSTEM: You have functions. Use them if required -\n{listed}\n", "chat": chat})
+    call = {"type": "function", "function": {"name": "rate", "arguments": {"base": "it's"}}}
+    assert found.turns == (
+        {"role": "system", "content": "You have functions. Use them if required"},
+        {"role": "user", "content": "How much?"},
+        {"role": "assistant", "content": "Sure.", "tool_calls": [call]},
+        {"role": "tool", "content": '{"rate": 0.9}'},
+        {"role": "assistant", "content": "4.5"},
+    )
+    assert [tool["function"]["name"] for tool in found.tools] == ["rate", "other"]
+    assert found.learned_turns == [2, 4]
+    plain = read({"system": "SYSTEM: No functions.\n", "chat": "USER: a?\n\nASSISTANT: b <|endoftext|>"})
+    assert [turn["content"] for turn in plain.turns] == ["No functions.", "a?", "b"]
+    with pytest.raises(BadRowError, match=r"line 3 has a call in turn 2 that is not valid JSON: \{"):
+        read({"chat": "USER: a?\n\nASSISTANT: <functioncall> {"})
+    with pytest.raises(BadRowError, match="has functions in its system message that are not valid JSON"):
+        read({"system": "SYSTEM: x -\n{", "chat": chat})

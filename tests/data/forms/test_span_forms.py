@@ -220,3 +220,8 @@ def test_the_outermost_of_nested_spans_is_learned() -> None:
 def test_further_keys_of_spans_are_named() -> None:
     row = {"text": TEXT, "spans": [span(0, 5, kind="x", score=0.5), span(15, 20, "LOC", kind="y")]}
     assert learned([row, row])[1] == ["not used: kind in a span in 2 rows, score in a span in 2"]
+
+
+def test_names_of_columns_of_spans_may_have_capitals() -> None:
+    for row in ({"Text": TEXT, "Spans": OBJECTS}, {"Content": TEXT, "Entities": LISTS}, {"TEXT": TEXT, "LABEL": LISTS}):
+        assert one(row) == (FOUND, [])

@@ -11,6 +11,8 @@ import pytest
 from sansgpu.config import ConfigError
 from sansgpu.data.forms.tags import TAGGED, untagged_text
 from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.data.settings import TaggedDataConfig
+from sansgpu.tasks.tokens.data import open_tagged
 from sansgpu.tasks.tokens.spans import spans_of
 from tests.data.forms.tagged_rows import DONE, LISTS, TEXT, TOKENS, learned, one, studio
 
@@ -149,3 +151,18 @@ def test_texts_of_label_studio_without_a_label_have_no_spans(tmp_path: Path) -> 
 def test_numbers_in_cells_are_tags_as_numpy_writes_them() -> None:
     spans, notes = one({"tokens": "['a' 'b' 'c']", "tags": "[1 2 0]"}, labels=["O", "B-PER", "I-PER"])
     assert spans == ["a b PER"], notes
+
+
+def test_tags_with_an_unknown_prefix_are_named() -> None:
+    assert learned([{"tokens": ["Ada", "left"], "tags": ["X-PER", "O"]}])[1] == [
+        "rows: tags such as X-PER have none of the prefixes B, I, E and S, so each word with one is a span of its own."
+    ]
+
+
+def test_a_configured_column_of_tags_is_for_conll_alone(tmp_path: Path) -> None:
+    table, words = tmp_path / "a.csv", tmp_path / "b.conll"
+    table.write_text("text,entities\nMaria left,\"[(0, 5, 'PER')]\"\n")
+    words.write_text("Maria B-PER NN\nleft O VB\n")
+    data = TaggedDataConfig(dataset_name="x", tag_column=1)
+    assert next(open_tagged(str(table), data, []).rows()).value["text"] == "Maria left"
+    assert next(open_tagged(str(words), data, []).rows()).value["tags"] == ["B-PER", "O"]

@@ -119,3 +119,17 @@ def test_the_forms_may_differ_from_row_to_row_and_are_read_from_files(tmp_path: 
 def test_scores_may_have_a_decimal_comma(name: str) -> None:
     rows = [SourceRow(f"row {n}", {"text1": "a", "text2": "b", name: score}) for n, score in enumerate(["4,8", " 0.5"])]
     assert [row.score for row in read_text_rows(rows, Columns(), RowReport("fail"))] == [4.8, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"Anchor": "a", "Positive": "p", "Negative": "n"}, ("a", "p", "n")),
+        ({"Sentence1": "a", "Sentence2": "b", "Score": 0.5}, ("a", "b")),
+        ({"Text": "a", " Label": "x"}, ("a",)),
+    ],
+)
+def test_names_of_columns_may_have_capitals(row: dict[str, Any], texts: tuple[str, ...]) -> None:
+    report = RowReport("fail")
+    (found,) = read_text_rows([SourceRow("f, line 1", row)], Columns(), report)
+    assert (found.texts, report.notes()) == (texts, [])

@@ -21,7 +21,7 @@ WORD_WIDTH = 1.25  # of each character of a word, at most
 MIN_PROSE = 20  # characters of a line; shorter ones are e.g. headings or code, and are not joined to the next
 _NUMBERED = re.compile(r"[\[(]?(?:\d{1,3}(?:\.\d{1,3})+\.?|\d{1,3}[.)\]]|[a-zA-Z][.)\]])\s")
 _WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
-_BROKEN_WORD = re.compile(rf"([^\W_]+){HYPHEN}\s*([^\W_]+)")
+_BROKEN_WORD = re.compile(rf"((?:[^\W_]+-)*)([^\W_]+)-?{HYPHEN}\s*([^\W_]+)((?:-[^\W_]+)*)")
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,23 @@ def _separator(before: PageLine, line: PageLine, page: _PageMeasures) -> str:
 
 
 def with_whole_words(pages: Sequence[str]) -> list[str]:
-    """Joins words at `HYPHEN`. The hyphen stays if only the word with it occurs elsewhere in the document.
+    """Joins words at `HYPHEN`. The hyphen stays if the word with it occurs more often elsewhere in the document.
 
-    Hyphens at the end of a page are left, since the next page is separate text.
+    It also stays in a word with other hyphens, such as state-of-the-art, if both of its neighbors are words of the
+    document, but not together. Hyphens at the end of a page are left, since the next page is separate text.
     """
     text = "\n".join(pages)
     if HYPHEN not in text:
         return list(pages)
-    words = Counter(match.casefold() for match in _WORD.findall(text.replace(HYPHEN, "\n")))
+    unbroken = _BROKEN_WORD.sub("\n", text).replace(HYPHEN, "\n")
+    words = Counter(match.casefold() for match in _WORD.findall(unbroken))
 
     def whole(match: re.Match[str]) -> str:
-        joined, hyphenated = match[1] + match[2], f"{match[1]}-{match[2]}"
-        return hyphenated if words[hyphenated.casefold()] > words[joined.casefold()] else joined
+        start, left, right, end = match.groups()
+        joined, hyphenated = (f"{start}{left}{hyphen}{right}{end}" for hyphen in ("", "-"))
+        counts = words[joined.casefold()], words[hyphenated.casefold()]
+        are_words = all(words[part.casefold()] for part in (left, right)) and not words[f"{left}{right}".casefold()]
+        keeps = counts[1] > counts[0] or (counts == (0, 0) and bool(start or end) and are_words)
+        return hyphenated if keeps else joined
 
-    whole_pages = []
-    for page in pages:
-        if HYPHEN in page:
-            page = _BROKEN_WORD.sub(whole, page.replace(f"-{HYPHEN}", HYPHEN)).replace(HYPHEN, "-")
-        whole_pages.append(page)
-    return whole_pages
+    return [_BROKEN_WORD.sub(whole, page).replace(f"-{HYPHEN}", HYPHEN).replace(HYPHEN, "-") for page in pages]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import codecs
 import io
 import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 from sansgpu.data.formats.opening import BLOCK, archive_of, open_bytes
 
+_T = TypeVar("_T")
 AUTO = "auto"
 UTF8 = "utf-8"
 MAX_ASCII = 256 << 20  # bytes at the start of a file in which to look for the first ones that are not ASCII
@@ -18,26 +21,38 @@ MIN_WIDE_SHARE = 0.4  # share of zero bytes at even or odd places from which a f
 MIN_WIDE_CHARACTERS = 4
 MIN_SCORE = 0.55  # mean score of a text's letters from which an encoding is recognized
 UNDECODED, MAX_UNDECODED = "\ufffd", 0.1  # share of the characters beyond ASCII that a damaged file may lack
-SCORED_BYTES = 1 << 16
-LATIN_BONUS = 0.1  # added to the score of cp1252, by far the most frequent encoding that is not Unicode
+SCORED_BYTES = 1 << 15
+LATIN_BONUS, BONUS_LETTERS = 0.1, 20  # the first for encodings of Western Europe, halved after this many letters
 FEW_LETTERS = 4  # fewer letters beyond ASCII are no evidence of a script other than Latin
 _MARKS = {codecs.BOM_UTF8: UTF8, codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
           codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
-# For each encoding, the letters that are frequent in its languages, and those that are rarer. The first of several
-# with the same score is recognized. Of the statistics-based detectors, charset-normalizer takes "Küche" in cp1252 for
-# cp1250 or Korean: short rows of a table need these prior probabilities.
-_LETTERS = {
-    "cp1252": ("äöüßéèêëàâáãåæøçíìîïñóòôúùœÄÖÜÉÀÇÅØÆ“”‘’–—…€", "õûšžðþýÿÁÂÈÊÍÎÑÓÔÚ°«»¿¡´·§©®™•£½²³ºª„‚\xa0"),
-    "cp1250": ("ąćęłńóśźżčěšťůžřýáíéúďňľĺőűöüăâîșțşţŁŚŻČŠŽŘ“”„–—…€", "äëôçŕĂÂÎÁÉ°«»§’‘\xa0"),
-    "cp1254": ("çğıöşüİÇĞÖŞÜ“”‘’–—…€", "âîûáéêàè°«»\xa0"),
-    "cp1251": ("оеаинтсрвлкмдпуяыьОПНВСКія", "абвгдежзийклмнопрстуфхцчшщъыьэюяёєїґАБГДЕЖЗИЛМРТУФХЦЧШЭЮЯ«»—–…№“”„’\xa0"),
-    "koi8_r": ("оеаинтсрвлкмдпуяыьОПНВСК", "абвгдежзийклмнопрстуфхцчшщъыьэюяёАБГДЕЖЗИЛМРТУФХЦЧШЭЮЯ\xa0"),
-    "cp1253": ("αοιεστνηυρπκμλςάέήίόύώ", "αβγδεζηθικλμνξοπρσςτυφχψωΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩΆΈΉΊΌΎΏ«»–…’\xa0"),
-    "cp1255": ("אבגדהוזחטיךכלםמןנסעףפץצקרשת", "–…\xa0"),
-    "cp1256": ("اليمونترةبدع", "سفهقكحجشصذخطزضغثظءأإآؤئى،؟؛\xa0"),
-    "mac_roman": ("äöüßéèêëàâáãåæçíìîïñóòôõúùûœøÄÖÜÉÀÇ“”‘’–—…€", "ÅØÆ°«»¿¡´•™\xa0"),
-    "cp850": ("äöüßéèêëàâáãåæçíìîïñóòôõúùûøÄÖÜÉÇ", "ÅØÆÀÁ«»¿¡\xa0"),
+_SYMBOLS = "“”„‘’–—…€", "°«»¿¡´·§©®™•£½²³ºª‚№،؟؛\xa0"  # those that are frequent, and those that are rarer
+# The letters of languages beyond ASCII: a text has those of one language, seldom those of others.
+_WESTERN = (
+    "äöüß", "àâæçéèêëîïôœùûü", "áéíñóúü", "àáâãçéêíóôõú", "àèéìòù", "åäöæøé", "áðéíóúýþæö", "éëïóö", "äöõüšž",
+)  # fmt: skip
+_CENTRAL = "ąćęłńóśźż", "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "áéíóöőúüű", "čćđšž", "ăâîșțşţ"
+_TURKISH, _BALTIC = ("çğıöşüİâîû",), ("ąčęėįšųūž", "āčēģīķļņšūž", "äöõüšž")
+# The letters of other scripts that are frequent, and those that are rarer.
+_CYRILLIC = "оеаинтсрвлкмдпуяыьОПНВСКія", "бгжзйфхцчшщъэюёєїґАБГДЕЖЗИЛМРТУФХЦЧШЭЮЯІЇЄ"
+_GREEK = "αοιεστνηυρπκμλςάέήίόύώ", "βγδζθξφχψωϊϋΐΰΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩΆΈΉΊΌΎΏ"
+_HEBREW, _ARABIC = ("אבגדהוזחטיךכלםמןנסעףפץצקרשת", ""), ("اليمونترةبدع", "سفهقكحجشصذخطزضغثظءأإآؤئى")
+_THAI = "กขคงจชดตถทนบปพมยรลวสหอะัาิีึืุูเแโใไ่้์็", "ฃฅฆฉซฌญฎฏฐฑฒณธผฝฟภฤศษฬฮฯๆำ๊๋ํๅ"
+# The letters of each encoding with one byte for a character: those of languages, or the frequent and the rarer ones.
+# The first of several with the same score is recognized. Of the statistics-based detectors, charset-normalizer takes
+# "Küche" in cp1252 for cp1250 or Korean: short rows of a table need these prior probabilities.
+_LATIN = {
+    "cp1252": _WESTERN, "iso8859-15": _WESTERN, "cp1250": _CENTRAL, "iso8859-2": _CENTRAL, "cp1254": _TURKISH,
+    "cp1257": _BALTIC, "mac_roman": _WESTERN[:-1], "cp850": _WESTERN[:-1], "cp852": _CENTRAL,
 }  # fmt: skip
+_OTHER_SCRIPTS = {
+    "cp1251": _CYRILLIC, "koi8_r": _CYRILLIC, "koi8_u": _CYRILLIC, "iso8859-5": _CYRILLIC, "cp866": _CYRILLIC,
+    "cp1253": _GREEK, "iso8859-7": _GREEK, "cp1255": _HEBREW, "cp1256": _ARABIC, "iso8859-6": _ARABIC,
+    "cp874": _THAI,
+}  # fmt: skip
+_BONUS = ("cp1252", "iso8859-15")
+SCORE_DIGITS = 6  # what is equal but for rounding is a tie
+OTHER_LANGUAGE = 0.4  # score of a letter of a different language of the same encoding
 # Encodings with two bytes for a character: the scripts of their languages, and the first bytes of frequent characters.
 _WIDE = {
     "cp932": (("HIRAGANA", "KATAKANA"), range(0x88, 0x98)),
@@ -111,8 +126,8 @@ def _code_page(sample: bytes) -> str:
     if valid == len(lines) or valid * 2 >= len(lines) - valid:  # the others are damaged lines
         return UTF8
     text = b"\n".join(lines)[:SCORED_BYTES]
-    text = text[: text.rfind(b"\n")] if len(text) == SCORED_BYTES and b"\n" in text else text
-    scores = {encoding: _score(text, encoding) for encoding in (*_LETTERS, *_WIDE)}
+    lines = (text[: text.rfind(b"\n")] if len(text) == SCORED_BYTES and b"\n" in text else text).split(b"\n")
+    scores = {encoding: round(score, SCORE_DIGITS) for encoding, score in _scores(lines).items()}
     best = max(scores, key=scores.__getitem__)
     return best if scores[best] >= MIN_SCORE else UTF8
 
@@ -125,23 +140,75 @@ def _is_utf8(line: bytes) -> bool:
     return True
 
 
-def _score(data: bytes, encoding: str) -> float:
-    """Returns how well the non-ASCII bytes of a text fit an encoding, from 0 to 1; 0 if many cannot be decoded."""
-    text = data.decode(encoding, "replace")
-    places = [place for place, char in enumerate(text) if not char.isascii()]
-    if text.count(UNDECODED) > MAX_UNDECODED * len(places):
+class _Weighted(NamedTuple):
+    """A piece of a text, how often it occurs, and its share of the lines in which it does."""
+
+    text: str
+    occurrences: int
+    weight: float
+
+
+def _scores(lines: Sequence[bytes]) -> dict[str, float]:
+    """Returns how well each encoding fits lines, from 0 to 1. All lines have equal weight, damaged ones, too."""
+    bytes_between = [[line[n - 1 : n + 2] for n in range(1, len(line) - 1) if line[n] > 0x7F]
+                     for line in (b" " + line + b" " for line in lines)]  # fmt: skip
+    pieces = _weighted(bytes_between)
+    found = dict[str, float]()
+    for encoding in (*_LATIN, *_OTHER_SCRIPTS):
+        decoded = [_Weighted(one.decode(encoding, "replace"), count, weight) for one, count, weight in pieces]
+        found[encoding] = _narrow_score(decoded, encoding)
+    for encoding in _WIDE:
+        text = [[char for char in line.decode(encoding, "replace") if not char.isascii()] for line in lines]
+        found[encoding] = _wide_scores([_Weighted(*one) for one in _weighted(text)], encoding)
+    return found
+
+
+def _weighted(lines: Iterable[Sequence[_T]]) -> list[tuple[_T, int, float]]:
+    """Returns the distinct parts of lines with their counts and their weights; the weights of a line sum to 1."""
+    counts, weights = Counter[_T](), defaultdict[_T, float](float)
+    for line in lines:
+        for part, count in Counter(line).items():
+            counts[part] += count
+            weights[part] += count / len(line)
+    return [(part, counts[part], weights[part]) for part in counts]
+
+
+def _narrow_score(pieces: Sequence[_Weighted], encoding: str) -> float:
+    """Returns how well pieces of three characters, of which the middle is beyond ASCII, fit an encoding."""
+    total = sum(piece.weight for piece in pieces) or 1.0
+    if sum(piece.weight for piece in pieces if _is_undecoded(piece.text[1])) > MAX_UNDECODED * total:
         return 0.0
-    lines: dict[int, list[float]] = {}  # so that a damaged line counts no more than any other
-    for place in places:
-        score = _wide_score(text[place], encoding) if encoding in _WIDE else _char_score(text, place, encoding)
-        lines.setdefault(text.rfind("\n", 0, place), []).append(score)
-    letters = [text[place] for place in places if text[place].isalpha()]
-    if not lines:
+    letters = sum(piece.occurrences for piece in pieces if piece.text[1].isalpha())
+    if encoding not in _LATIN:
+        often, seldom = _OTHER_SCRIPTS[encoding]
+        if letters < FEW_LETTERS:
+            return 0.0
+        return sum(piece.weight * _char_score(piece.text, often, seldom, 0.5) for piece in pieces) / total
+    languages = [letters + letters.upper() for letters in _LATIN[encoding]]
+    every = "".join(languages)
+    means = [
+        sum(piece.weight * _char_score(piece.text, language, every, OTHER_LANGUAGE) for piece in pieces) / total
+        for language in languages
+    ]
+    bonus = LATIN_BONUS * BONUS_LETTERS / (BONUS_LETTERS + letters) if encoding in _BONUS else 0.0
+    return max(means) + bonus if max(means) >= MIN_SCORE else max(means)
+
+
+def _is_undecoded(char: str) -> bool:
+    """Returns whether a character is not part of any text: undefined, or one of the control characters C1."""
+    return char == UNDECODED or "\x80" <= char < "\xa0"
+
+
+def _wide_scores(chars: Sequence[_Weighted], encoding: str) -> float:
+    total = sum(char.weight for char in chars)
+    undecoded = sum(char.weight for char in chars if char.text == UNDECODED)
+    if (
+        not chars
+        or undecoded > MAX_UNDECODED * total
+        or sum(c.occurrences for c in chars if c.text.isalpha()) < FEW_LETTERS
+    ):
         return 0.0
-    if len(letters) < FEW_LETTERS and not all(unicodedata.name(letter, "").startswith("LATIN") for letter in letters):
-        return 0.0
-    mean = sum(sum(scores) / len(scores) for scores in lines.values()) / len(lines)
-    return mean + LATIN_BONUS if encoding == "cp1252" and mean >= MIN_SCORE else mean
+    return sum(char.weight * _wide_score(char.text, encoding) for char in chars) / total
 
 
 def _wide_score(char: str, encoding: str) -> float:
@@ -160,26 +227,31 @@ def _wide_score(char: str, encoding: str) -> float:
     return 1.0 if char in _COMMON.get(encoding, "") else 0.75 if scripts else 0.85 if encoding == "cp949" else 0.9
 
 
-def _char_score(text: str, place: int, encoding: str) -> float:
-    """Returns how likely a character is at its place in a text of an encoding with one byte for each, from 0 to 1."""
-    char = text[place]
-    before, after = text[place - 1 : place] or " ", text[place + 1 : place + 2] or " "
-    often, seldom = _LETTERS[encoding]
-    score = 1.0 if char in often else 0.5 if char in seldom else 0.0
+def _char_score(piece: str, often: str, seldom: str, seldom_score: float) -> float:
+    """Returns how likely the middle of three characters is in a text, from 0 to 1."""
+    before, char, after = [*piece]
+    if unicodedata.category(char) == "Mn":  # a vowel or tone of Thai, which follows a consonant
+        return 0.0 if before.isascii() else 1.0 if char in often else seldom_score
     if not char.isalpha():
         # A symbol within a word, as ³ in "s³abe", is a letter of a different encoding; an apostrophe is not.
-        return 0.0 if before.isalpha() and after.isalpha() and char not in "’–—" else score
+        if before.isalpha() and after.isalpha() and char not in "’–—":
+            return 0.0
+        if char == "’" and after.isalpha():  # a quote that closes before a word, as Ά of cp1253 looks in ISO-8859-7
+            return 0.0
+        return 1.0 if char in _SYMBOLS[0] else 0.5 if char in _SYMBOLS[1] else 0.0
+    score = 1.0 if char in often else seldom_score if char in seldom else 0.0
+    if score == 0:
+        return score
     neighbors = [other for other in (before, after) if other.isalpha()]
+    is_inner_capital = char.isupper() and before.islower()
     if not unicodedata.name(char).startswith("LATIN"):
         misplaced = after.isalpha() if char in _FINAL else char in _NOT_FINAL and not after.isalpha()
-        return 0.0 if misplaced or any(map(str.isascii, neighbors)) else score
+        return 0.0 if misplaced or is_inner_capital or any(map(str.isascii, neighbors)) else score
     # Words of Latin scripts have few letters beyond ASCII in a row, and no capitals after small letters.
-    foreign = sum(not other.isascii() for other in neighbors) == 2 or (char.isupper() and before.islower())
+    foreign = sum(not other.isascii() for other in neighbors) == 2 or is_inner_capital
     foreign = foreign or (char in _AT_THE_END and after.isalpha())
     lone = not neighbors and char not in _WORDS_OF_ONE_LETTER
-    # The code pages of Windows have nearly all of their letters beyond 0x9f, and those of DOS and Macs before it.
-    early = encoding in ("cp1250", "cp1252", "cp1254") and char.encode(encoding)[0] < 0xA0
-    return score * (0.2 if foreign or lone else 0.5 if early else 1.0)
+    return score * (0.2 if foreign or lone else 1.0)
 
 
 def open_utf8(path: Path, encoding: str = AUTO) -> IO[bytes]:

@@ -22,11 +22,13 @@ from sansgpu.data.forms.chat_columns import (
     first_column,
     has_values,
     history_turns,
+    is_glaive,
     nonempty_in,
     only_text,
     read_tools,
     require_nonempty,
     string_in,
+    without_marks,
 )
 from sansgpu.data.forms.form import USUAL, Form, Forms, is_empty, unused_columns
 from sansgpu.data.forms.turns import (
@@ -287,6 +289,11 @@ def _unused_beside_text(row: Row, columns: Columns) -> Iterator[str]:
     return unused_columns(row, ("text", *(name for name in chosen if name is not None)), columns)
 
 
+def _glaive(row: SourceRow, columns: Columns) -> Conversation:
+    named = row._replace(value=without_marks(row))
+    return build_conversation(named, all_turns(named, named.value["messages"], "chat", columns), 0, columns)
+
+
 def chat_form(
     keys: tuple[str, ...],
     read: Callable[[SourceRow, Columns], Any],
@@ -333,6 +340,9 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
     chat_form(("query", "tools", "answers"), _calls,
               {"query": "What is 2 + 2?", "tools": [_TOOL],
                "answers": '[{"name": "add", "arguments": {"a": 2, "b": 2}}]'}),
+    chat_form(("system", "chat"), _glaive,
+              {"system": "SYSTEM: You are a helpful assistant.", "chat": "USER: What is 2 + 2?\n\nASSISTANT: 4"},
+              recognizes=is_glaive),
     *(chat_form(pair, _pair_in(*pair), dict(zip(pair, ("What is 2 + 2?", "4"), strict=True)), ("history",))
       for pair in PAIRS if pair != ("instruction", "output")),
     Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -114,6 +114,7 @@ class Forms(Generic[T_co]):
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
     # Joins rows that are one example together, such as the words of a sentence, and takes apart those without columns.
     regroup: Callable[[Iterable[SourceRow]], Iterator[SourceRow]] | None = None
+    other_names: tuple[str, ...] = ()  # of columns that are neither keys nor optional columns of a form
 
     def read(self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None) -> T_co:
         """Returns the content of a row, and counts in `report` what is not used of it.
@@ -126,7 +127,7 @@ class Forms(Generic[T_co]):
         self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None
     ) -> tuple[Form[T_co], T_co]:
         """Returns the form of a row, and its content as `read` does."""
-        row = self._with_columns(row)
+        row = self._with_usual_names(self._with_columns(row), columns)
         given = row.columns(self.needed)
         form = self.form_of(given, columns)
         if form is None:
@@ -139,12 +140,16 @@ class Forms(Generic[T_co]):
 
     def form_of(self, value: Any, columns: Columns = USUAL) -> Form[T_co] | None:
         """Returns the form that reads the value of a row, or None if there is none or the value has no columns."""
-        given = self._with_columns(SourceRow("", value)).value if isinstance(value, list) else value
+        given = self.with_usual_names(value, columns)
         if isinstance(given, dict):
             for form in self.forms:
                 if form.fits(given, columns):
                     return form
         return None
+
+    def with_usual_names(self, value: Any, columns: Columns = USUAL) -> Any:
+        """Returns the value of a row with the names of columns that the forms read."""
+        return self._with_usual_names(self._with_columns(SourceRow("", value)), columns).value
 
     def _with_columns(self, row: SourceRow) -> SourceRow:
         """Returns a row that is a list as one with columns, if that has a meaning."""
@@ -153,6 +158,37 @@ class Forms(Generic[T_co]):
         named = self.list_row(row.value)
         return row if named is None else row._replace(value=named)
 
+    @cached_property
+    def _usual_names(self) -> frozenset[str]:
+        names = (name for form in self.forms for name in (*form.keys, *form.optional))
+        return frozenset(name for name in (*names, *self.other_names) if name == name.casefold())
+
+    def _with_usual_names(self, row: SourceRow, columns: Columns = USUAL) -> SourceRow:
+        """Returns a row whose columns with a usual name in other case, such as `Text`, have the usual name."""
+        value = row.value
+        if not isinstance(value, dict) or len(value) > MAX_COLUMNS:
+            return row
+        if not (renamed := self._renamed(tuple(value), columns)):
+            return row
+        return row._replace(value={renamed.get(name, name): cell for name, cell in value.items()})
+
+    @cached_property
+    def _renamed(self) -> Callable[[tuple[Any, ...], Columns], dict[str, str]]:
+        """Returns the usual names of columns; the function remembers them, because rows have the same columns."""
+        usual_names = self._usual_names
+
+        @lru_cache(maxsize=MAX_LAYOUTS)
+        def renamed(names: tuple[Any, ...], columns: Columns) -> dict[str, str]:
+            folded = {name: name.strip().casefold() for name in names if isinstance(name, str)}
+            found = {
+                name: usual
+                for name, usual in folded.items()
+                if usual != name and usual in usual_names and usual not in names and name not in columns.all_named
+            }
+            return found if len({*found.values()}) == len(found) else {}
+
+        return renamed
+
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields the rows of an example each: single rows of those that hold several, and rows that `regroup` joins."""
         nested = [form for form in self.forms if form.split is not None]
@@ -160,8 +196,9 @@ class Forms(Generic[T_co]):
             row = self._with_columns(row)
             split = None
             if nested and row.problem is None and isinstance(row.value, dict):
-                split = next((form.split for form in nested if form.fits(row.value, USUAL)), None)
-            yield from (row,) if split is None else split(row)
+                named = self._with_usual_names(row)
+                split = next((form.split for form in nested if form.fits(named.value, USUAL)), None)
+            yield from (row,) if split is None else split(named)
 
     def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:
         """Returns the contents of all rows that are valid, in order."""

@@ -290,4 +290,5 @@ TAGGED: Forms[TaggedText | SpannedText] = Forms("tokens and tags, or text and sp
          recognizes=_has_spans_in("entities"), unused=unused_of_spans),  # spaCy
     Form(("text", "spans"), spanned_text, {"text": _TEXT, "spans": [_PERSON]},
          recognizes=any_row, unused=unused_of_spans),
-), resolve=find_tag_column, regroup=tagged_rows)  # fmt: skip
+), resolve=find_tag_column, regroup=tagged_rows,
+   other_names=(*TEXT_COLUMNS, *SPAN_COLUMNS, *TOKEN_COLUMNS, *TAG_COLUMNS))  # fmt: skip

@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.data.duplicates import DocumentHashes, hash_documents
 from sansgpu.data.files import Piece
-from sansgpu.data.forms.form import Form, Forms, is_empty
+from sansgpu.data.forms.form import Forms, is_empty
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.words import TaggedText
@@ -101,7 +101,8 @@ class SplitFacts:
         for name, value in given.items():
             if not is_empty(value):
                 self.columns[name] += 1
-        return self._add(ReadRow(self.rows, row, _name(form, given, columns), typed))
+        named = forms.with_usual_names(given, columns)
+        return self._add(ReadRow(self.rows, row, _name(form, named, columns), typed))
 
     def _leave_out(self, where: str, message: str) -> None:
         reason = message.removeprefix(where).removesuffix(ROW_REMEDY)
@@ -174,6 +175,7 @@ class SplitFacts:
             tuple(self.reasons.values()),
             self.problem,
             self.is_whole,
+            self.bad_rows,
             max_bad_rows if are_too_many(self.bad_rows, self.rows, max_bad_rows) else None,
         )
 
@@ -185,7 +187,8 @@ def _valid(name: str) -> str:
 
 def _name(form: Form[Any], row: Row, columns: Columns) -> str:
     """Returns the columns of a form that a row has; the form may read other names of them."""
-    usual = [key for key in (*form.keys, *form.optional) if key in row and not is_empty(row[key])]
+    usual = [key for key in dict.fromkeys((*form.keys, *form.optional)) if key in row and not is_empty(row[key])]
+    usual = usual if all(key in usual for key in form.keys) else []
     unused = () if usual else {*form.unused_parts(row, columns)}
     others = (_valid(str(name)) for name, value in row.items() if not is_empty(value) and name not in unused)
     return " + ".join(usual or others) or form.name

@@ -42,6 +42,7 @@ class SplitLook:
     left_out: tuple[LeftOut, ...]
     problem: str | None  # error that ended reading early
     is_whole: bool  # False: only the first rows were read
+    bad_rows: int = 0  # invalid ones among those that are left out
     max_bad_rows: float | None = None  # set if more rows are invalid than it allows, so that a run stops
 
 

@@ -36,7 +36,7 @@ from sansgpu.data.sources import Source, local_files
 from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
-from sansgpu.jobs.data.decisions import decide, note_on_pairs
+from sansgpu.jobs.data.decisions import decide
 from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
 from sansgpu.tasks.classify.label_values import LabelCells, number_of
 from sansgpu.tasks.classify.labels import Labels, find_labels
@@ -192,8 +192,6 @@ class _Look:
         if self._brief:
             return replace(found, notes=tuple(self._notes))
         self._progress("comparing texts", 0, 0)
-        if note := note_on_pairs([read.typed for read in train.sample], self._config, self._sources.train.name):
-            self._notes.append(note)
         return replace(
             found,
             repetition=repetition(train, held) if train.forms else None,

@@ -10,15 +10,15 @@ from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.chats import ConversationOptions
 from sansgpu.data.forms.label_columns import find_label_columns
-from sansgpu.data.forms.pairs import TextRow, of_one_kind
+from sansgpu.data.forms.pairs import TEXT_GROUPS, TextRow, of_one_kind, read_text_rows
 from sansgpu.data.forms.preferences import PreferenceRow
 from sansgpu.data.forms.questions import Question
 from sansgpu.data.row_report import RowReport
-from sansgpu.data.rows import ROW_REMEDY, BadRowError
+from sansgpu.data.rows import ROW_REMEDY, BadRowError, LeftOutError
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import Source
 from sansgpu.data.tables import Columns
-from sansgpu.tasks.embed.pair_labels import pair_meaning
+from sansgpu.tasks.embed.pair_labels import pair_meaning, with_meaning
 from sansgpu.tasks.embed.settings import EmbeddingDataConfig
 from sansgpu.tasks.sft.settings import ConversationDataConfig
 from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged
@@ -45,7 +45,7 @@ def decide(config: Config, source: Source, notes: list[str]) -> tuple[Columns, L
             case "questions":
                 return columns, _unique_questions()
             case "text groups":
-                return columns, of_one_kind()
+                return columns, _grouped(config, columns, source, notes)
     except ConfigError as error:
         notes.append(str(error))
     return columns, _unchanged
@@ -98,15 +98,22 @@ def _tagged(data: TaggedDataConfig, source: Source, notes: list[str]) -> Learned
     return learned
 
 
-def note_on_pairs(rows: list[Any], config: Config, name: str) -> str | None:
-    """Returns what the labels of pairs mean to task embed, or why that is unclear; None for other rows."""
-    pairs = [row for row in rows if isinstance(row, TextRow)]
-    if not pairs or config.settings.task != "embed":
-        return None
-    try:
-        meaning, note = pair_meaning(pairs, EmbeddingDataConfig.of(config), name)
-    except ConfigError as error:
-        return str(error)
-    if meaning == "nli":
-        return f"{name}: the labels are classes of natural language inference; the pairs are learned as triplets."
-    return note
+def _grouped(config: Config, columns: Columns, source: Source, notes: list[str]) -> Learned:
+    """Reads all pairs with labels, because their meaning is decided together: similarities, or classes of NLI."""
+    report, checked, data = RowReport("skip"), of_one_kind(), EmbeddingDataConfig.of(config)
+    first = next(iter(RowReport("skip").parsed(source.rows(), lambda row: TEXT_GROUPS.read(row, columns))), None)
+    if config.task != "embed" or first is None or first.pair_label is None:
+        return checked
+    rows = read_text_rows(source.rows(), columns, report)
+    meaning, note = pair_meaning(rows, data, source.name)
+    notes += [note] if note else []
+    known = {row.where: row for row in with_meaning(rows, meaning, report, source.name, notes)}
+
+    def learned(row: TextRow) -> TextRow:
+        if row.where in report.problems:
+            raise BadRowError(report.problems[row.where])
+        if row.pair_label is not None and row.where not in known:
+            raise LeftOutError(row.where, "that has no triplet of its own, because its texts are not entailed")
+        return checked(known.get(row.where, row))
+
+    return learned

@@ -194,8 +194,9 @@ def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> _Fit:
             continue
         valid += 1
         if (form := forms.form_of(row.value, columns)) is not None and isinstance(row.value, dict):
-            unused += len({*form.unused_parts(row.value, columns)} - _NAMES_OF_ROWS)
-            missing += _is_incomplete(form, row, forms)
+            named = row._replace(value=forms.with_usual_names(row.value, columns))
+            unused += len({*form.unused_parts(named.value, columns)} - _NAMES_OF_ROWS)
+            missing += _is_incomplete(form, named, forms)
             name = name or form.name
     share = max(1, valid)
     return _Fit(

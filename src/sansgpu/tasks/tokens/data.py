@@ -166,12 +166,15 @@ class TagCorpus(TokenizedCorpus[TaggedWindows]):
 def open_tagged(name: str, data: TaggedDataConfig, notes: list[str]) -> Source:
     """Opens a dataset to evaluate on, in the same format as the run's. Reads files with unknown suffixes as CoNLL."""
     path, tag_column = local_path(name), data.tag_column
-    if path.is_file() and file_form(path) in (".json", ".jsonl", ".parquet"):  # formats may differ from training
+    has_rows = path.is_file() and file_form(path) not in (".conll", ".txt", None)
+    if has_rows:  # formats may differ from training
         tag_column = None
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
     settings, numbered = resolve_columns(
         TaggedDataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column), TAGGED
     )
+    if has_rows and settings.tag_column is not None and data.tag_column is not None:  # a table in CoNLL format
+        settings, numbered = settings.model_copy(update={"tag_column": data.tag_column}), None
     notes += [f"{numbered}."] if numbered else []
     return open_single(name, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.tasks.tokens.spans import labels_of, scheme_of, spans_of, tag_flaw
+
+_PREFIXED = re.compile(r"[A-Z][-_.:].+")  # a tag that looks like one of an entity scheme
 
 
 def read_tagged(
@@ -45,6 +48,8 @@ def read_tagged(
             raise text.error(flaw)
         return replace(text, tags=tags)
 
+    if spelling is None and (odd := next(filter(_PREFIXED.fullmatch, standard), None)):
+        note(f"tags such as {odd} have none of the prefixes B, I, E and S, so each word with one is a span of its own.")
     if changed := next((pair for pair in standard.items() if pair[0] != pair[1]), None):
         note(f"tags such as {changed[0]} are read as {changed[1]}.")
     return list(bad_rows.parsed(texts, in_scheme))
