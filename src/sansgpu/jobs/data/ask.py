@@ -19,7 +19,7 @@ from sansgpu.data.passages import Passage, PassageRules
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.partial_file import PartialFile
-from sansgpu.jobs.data.asking import ANSWER, ASK, CUT_OFF, NO_QUESTION, QUOTE, Kept, Reply, judged, question_in, row_of
+from sansgpu.jobs.data.asking import CUT_OFF, NO_QUESTION, Kept, Reply, conversation, judged, question_in, row_of
 from sansgpu.jobs.embed import passage_files, token_spans
 from sansgpu.jobs.generate import open_generator, slots_for
 from sansgpu.machine.distributed.world import require_one_process
@@ -143,7 +143,7 @@ class _Asker:
         thinks = "enable_thinking" in str(tokenizer.chat_template)
         self._variables = {"enable_thinking": False} if thinks else {}
         self.tokens = 0
-        self._others = len(self._answer_prompt("", "")) + QUESTION_TOKENS + ANSWER_TOKENS
+        self._others = len(self._prompt("", "")) + QUESTION_TOKENS + ANSWER_TOKENS
         self.room = min(PASSAGE_TOKENS, model.context - self._others)
         if self.room < MIN_PASSAGE_TOKENS:
             raise ConfigError(
@@ -170,7 +170,7 @@ class _Asker:
 
     def _batch(self, reader: Any, texts: Sequence[str], first: int) -> list[Reply]:
         sampling = Sampling(TEMPERATURE, top_p=TOP_P, seed=self._request.seed)
-        prompts = [self._question_prompt(text) for text in texts]
+        prompts = [self._prompt(text) for text in texts]
         asked = self._complete(reader, prompts, [QUESTION_TOKENS] * len(texts), sampling, first)
         questions = [question_in(self._text(one)) for one in asked]
         valid = [number for number, question in enumerate(questions) if question is not None]
@@ -183,11 +183,13 @@ class _Asker:
 
     def _answered(self, reader: Any, asked: Sequence[tuple[str, str]]) -> list[Reply]:
         """Returns the answers of questions about texts: quotes from the texts for task qa."""
-        prompts = [self._answer_prompt(*one) for one in asked]
+        prompts = [self._prompt(*one) for one in asked]
         if not self._quotes:
             answers = self._complete(reader, prompts, [ANSWER_TOKENS] * len(asked), Sampling(temperature=0))
             texts = [self._text(one) if one.reason == "stop" else "" for one in answers]
-            return [judged(question, text, None) for (_, question), text in zip(asked, texts, strict=True)]
+            return [
+                judged(passage, question, text, None) for (passage, question), text in zip(asked, texts, strict=True)
+            ]
         quotes = [Quotes(text, self._encode, QUOTE_WORDS) for text, _ in asked]
         by_prompt = {tuple(prompt): one for prompt, one in zip(prompts, quotes, strict=True)}
         quoting = QuotingReader(reader, by_prompt, self._model.ends)
@@ -197,7 +199,7 @@ class _Asker:
         for (text, question), one, answer in zip(asked, quotes, answers, strict=True):
             span = one.find(answer.ids)
             replies.append(Reply(question, left_out=CUT_OFF) if span is None
-                           else judged(question, text[slice(*span)], span[0]))  # fmt: skip
+                           else judged(text, question, text[slice(*span)], span[0]))  # fmt: skip
         return replies
 
     def _complete(
@@ -214,17 +216,9 @@ class _Asker:
         text = without_stop(self._model.decode(completion.ids), self._model.stops)
         return text.rpartition(THOUGHT_END)[2].strip()
 
-    def _question_prompt(self, passage: str) -> list[int]:
-        return self._chat([ASK.format(passage=passage)])
-
-    def _answer_prompt(self, passage: str, question: str) -> list[int]:
-        return self._chat([ASK.format(passage=passage), question, QUOTE if self._quotes else ANSWER])
-
-    def _chat(self, turns: Sequence[str]) -> list[int]:
-        roles = "user", "assistant", "user"
-        messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    def _prompt(self, passage: str, question: str | None = None) -> list[int]:
         assert self._model.chat_ids is not None
-        return self._model.chat_ids(messages, variables=self._variables)
+        return self._model.chat_ids(conversation(passage, question, self._quotes), variables=self._variables)
 
     def _encode(self, texts: list[str]) -> list[Encoded]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -232,7 +226,7 @@ class _Asker:
 
     def _forecast(self, reader: Any, slots: int, texts: Sequence[str]) -> str:
         """Returns how long the questions may take, from the time of a prompt and of a few steps of a whole batch."""
-        prompt = self._question_prompt(sorted(texts, key=len)[len(texts) // 2])
+        prompt = self._prompt(sorted(texts, key=len)[len(texts) // 2])
         reader.add([prompt])  # the first pass allocates the cache
         reader.reset()
         start = time.monotonic()

@@ -8,15 +8,30 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-ASK = (
-    "{passage}\n\nWrite one short question that the text above answers. The question must be understood without the "
-    "text. Reply with the question only."
+_ASK = (
+    "{passage}\n\nWrite one short question that this text answers. Name the subject, so that the question is "
+    "understood without the text."
 )
-QUOTE = "What is the answer? Copy only the few words of the text that answer the question."
-ANSWER = "Answer the question in one or two sentences, with facts from the text only."
+_QUOTE = "What is the answer? Copy only the few words of the text that answer the question."
+_ANSWER = "Answer the question in one full sentence, with facts of the text only."
+# Two rounds before the passage show small models what a reply looks like: a text, question, quote and full answer.
+_EXAMPLES = (
+    ("Marie Curie was born in Warsaw in 1867. In 1903 she received the Nobel Prize in Physics together with her "
+     "husband Pierre and Henri Becquerel, and in 1911 a second one, in chemistry.",
+     "In which year did Marie Curie receive her first Nobel Prize?", "1903",
+     "Marie Curie received her first Nobel Prize, in physics, in 1903."),
+    ("Sourdough rises without added yeast. The dough is fermented by wild yeasts and lactic acid bacteria, which also "
+     "give the bread its sour taste and keep it fresh for longer.",
+     "What gives sourdough bread its sour taste?", "wild yeasts and lactic acid bacteria",
+     "The wild yeasts and lactic acid bacteria in the dough give sourdough bread its sour taste."),
+)  # fmt: skip
 MIN_QUESTION_WORDS = 3
 MAX_QUESTION_CHARS = 300
 QUESTION_MARKS = ("?", "\uff1f", "\u061f", "\u037e")  # also in Chinese, Arabic and Greek
+# Words of questions that are about any text, such as "What is the answer to this question?"
+_GENERIC = frozenset(
+    {"what", "when", "where", "which", "that", "this", "does", "have", "with", "from", "answer", "question", "text"}
+)
 _LABEL = re.compile(r"^(?:\W*(?:question|q)\s*\d*\s*[:.]|\s*\d+[.)]|\s*[-*])\s*", re.IGNORECASE)
 _OF_TEXT = re.compile(r"\b(?:the|this) (?:text|passage|paragraph|excerpt|article|document)\b", re.IGNORECASE)
 
@@ -24,6 +39,7 @@ NO_QUESTION = "replies that are no question"
 CUT_OFF = "answers that do not end"
 NOT_NEW = "answers that their question contains"
 OF_TEXT = "questions about the text instead of its subject"
+UNRELATED = "questions without a word of their passage"
 REPEATED = "repeated questions"
 
 
@@ -40,6 +56,18 @@ class Reply:
     left_out: str | None = None
 
 
+def conversation(passage: str, question: str | None, quotes: bool) -> list[dict[str, str]]:
+    """Returns the messages that ask for a question about a passage or, if `question` is given, for its answer.
+
+    The answer is to be a quote from the passage if `quotes`. The second conversation begins with the first.
+    """
+    last = _QUOTE if quotes else _ANSWER
+    turns = [turn for text, asked, quote, answer in _EXAMPLES
+             for turn in (_ASK.format(passage=text), asked, last, quote if quotes else answer)]  # fmt: skip
+    turns += [_ASK.format(passage=passage), *([question, last] if question is not None else [])]
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
+
+
 def question_in(reply: str) -> str | None:
     """Returns the question of a reply, without labels and quotes; None if the reply is no question."""
     for line in reply.strip().splitlines():
@@ -51,16 +79,24 @@ def question_in(reply: str) -> str | None:
     return None
 
 
-def judged(question: str, answer: str, start: int | None) -> Reply:
+def judged(passage: str, question: str, answer: str, start: int | None) -> Reply:
     """Returns a question with its answer, and whether they are of use."""
     reason = None
     if not answer:
         reason = CUT_OFF
+    elif not (_names(question) & _names(passage)):
+        reason = UNRELATED
     elif _plain(answer) in _plain(question):
         reason = NOT_NEW
     elif start is None and _OF_TEXT.search(question):
         reason = OF_TEXT  # the question is learned without the text
     return Reply(question, answer, start, reason)
+
+
+def _names(text: str) -> set[str]:
+    """Returns the words of a text that may be about its subject; of Chinese and Japanese, the characters."""
+    words = re.findall(r"[^\W\u3000-\U0010ffff]{4,}|(?=\w)[\u3000-\U0010ffff]", text.lower())
+    return set(words) - _GENERIC
 
 
 def _plain(text: str) -> str:
