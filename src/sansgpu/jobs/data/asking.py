@@ -30,8 +30,9 @@ MAX_QUESTION_CHARS = 300
 QUESTION_MARKS = ("?", "\uff1f", "\u061f", "\u037e")  # also in Chinese, Arabic and Greek
 # Words of questions that are about any text, such as "What is the answer to this question?"
 _GENERIC = frozenset(
-    {"what", "when", "where", "which", "that", "this", "does", "have", "with", "from", "answer", "question", "text"}
-)
+    {"what", "when", "where", "which", "who", "why", "how", "that", "this", "the", "and", "are", "was", "did", "does",
+     "can", "you", "for", "have", "with", "from", "answer", "question", "text"}
+)  # fmt: skip
 _LABEL = re.compile(r"^(?:\W*(?:question|q)\s*\d*\s*[:.]|\s*\d+[.)]|\s*[-*])\s*", re.IGNORECASE)
 _OF_TEXT = re.compile(r"\b(?:the|this) (?:text|passage|paragraph|excerpt|article|document)\b", re.IGNORECASE)
 
@@ -95,7 +96,7 @@ def judged(passage: str, question: str, answer: str, start: int | None) -> Reply
 
 def _names(text: str) -> set[str]:
     """Returns the words of a text that may be about its subject; of Chinese and Japanese, the characters."""
-    words = re.findall(r"[^\W\u3000-\U0010ffff]{4,}|(?=\w)[\u3000-\U0010ffff]", text.lower())
+    words = re.findall(r"[^\W\u3000-\U0010ffff]{3,}|(?=\w)[\u3000-\U0010ffff]", text.lower())
     return set(words) - _GENERIC
 
 
