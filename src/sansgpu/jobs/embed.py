@@ -22,7 +22,6 @@ from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.formats.names import CONVERT, file_form
 from sansgpu.data.formats.opening import is_archive
-from sansgpu.data.passages import PassageRules, Spans
 from sansgpu.data.rows import BadRowError, SourceRow, text_of
 from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.events.progress import ReportProgress, Warn, counting
@@ -37,6 +36,7 @@ from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.tasks.embed.index import METRICS, FoundPassage, PassageIndex, require_usearch
+from sansgpu.tasks.embed.passages import PassageRules, Spans
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 

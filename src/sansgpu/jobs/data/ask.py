@@ -15,7 +15,6 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted, duration
 from sansgpu.data.documents.collection import Collection
-from sansgpu.data.passages import Passage, PassageRules
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.partial_file import PartialFile
@@ -30,6 +29,7 @@ from sansgpu.models.generation.quotes import Encoded, Quotes, QuotingReader
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.generation.text import without_stop
 from sansgpu.models.generation.thoughts import THOUGHT_END
+from sansgpu.tasks.embed.passages import Passage, PassageRules
 from sansgpu.train.loading import ModelRequest
 
 TASKS = ("qa", "sft")

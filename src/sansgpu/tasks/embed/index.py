@@ -23,10 +23,10 @@ from sansgpu.config.plain_data import unreadable
 from sansgpu.data.documents.collection import Collection
 from sansgpu.data.documents.formats import readers
 from sansgpu.data.formats.opening import sha256_of
-from sansgpu.data.passages import Passage, PassageRules
 from sansgpu.events.progress import ReportProgress, counting
 from sansgpu.files.atomic import atomic_write
 from sansgpu.machine.private_folder import make_private, require_own_file
+from sansgpu.tasks.embed.passages import Passage, PassageRules
 
 ENCODED_PASSAGES = 1024  # passages that are embedded at a time
 EXPANSION = 256  # candidates that a search examines; more give a better recall
