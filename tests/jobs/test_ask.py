@@ -70,7 +70,7 @@ def test_answers_of_task_qa_are_quotes(asker: Path, documents: Path, tmp_path: P
     assert len(rows) + sum(summary["left_out"].values()) == 30
     assert {"replies that are no question", "repeated questions"} <= set(summary["left_out"])
     for row in rows:
-        assert row["question"] in ("Which color is the fox?", "Where does the fox live?", "What eats the fox?")
+        assert re.fullmatch(r"W[\w ]+\?", row["question"])  # without its number
         start, answer = row["answers"]["answer_start"][0], row["answers"]["text"][0]
         assert row["context"][start : start + len(answer)] == answer
         assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", row["context"])
