@@ -12,7 +12,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.jobs.data.asking import conversation
-from tests.processes import Captured, json_of, kill_when, options, refused, sentence, start, write_rows
+from tests.processes import Captured, json_of, kill_when, options, refused, start, write_rows
 from tests.real_model import real_model
 from tests.tasks.fine_tuned import made
 from tests.tasks.folders import WORDS, model_folder
@@ -70,7 +70,7 @@ def test_answers_of_task_qa_are_quotes(asker: Path, documents: Path, tmp_path: P
     assert len(rows) + sum(summary["left_out"].values()) == 30
     assert {"replies that are no question", "repeated questions"} <= set(summary["left_out"])
     for row in rows:
-        assert re.fullmatch(r"W[\w ]+\?", row["question"])  # without its number
+        assert re.fullmatch(r"\D.*\?", row["question"])  # without its number
         start, answer = row["answers"]["answer_start"][0], row["answers"]["text"][0]
         assert row["context"][start : start + len(answer)] == answer
         assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", row["context"])
@@ -112,7 +112,7 @@ def test_a_model_without_a_usable_reply_is_named(documents: Path, tmp_path: Path
     model = model_folder("qwen2", max_position_embeddings=4096)
     arguments = ["data", str(documents), "--ask", str(model), "--write", str(tmp_path / "rows.jsonl")]
     assert cli(arguments) == 1
-    assert "no reply of the model is of use (10 replies that are no question)" in sentence(capsys)
+    assert "no reply of the model is of use (10 replies that are no question)" in capsys.readouterr().err
     assert list(tmp_path.glob("rows*")) == []
 
 
