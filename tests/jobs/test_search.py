@@ -17,7 +17,8 @@ from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.events.progress import ignore_progress
 from sansgpu.jobs.embed import search
-from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
+from sansgpu.tasks.embed.index import PassageIndex
+from sansgpu.tasks.embed.passages import PassageRules, Spans
 from sansgpu.train.loading import ModelRequest
 from tests.processes import Captured, messages
 from tests.tasks.fine_tuned import sentence

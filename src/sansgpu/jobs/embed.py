@@ -35,7 +35,8 @@ from sansgpu.machine.private_folder import make_private
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
-from sansgpu.tasks.embed.index import METRICS, FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
+from sansgpu.tasks.embed.index import METRICS, FoundPassage, PassageIndex, require_usearch
+from sansgpu.tasks.embed.passages import PassageRules, Spans
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
@@ -255,7 +256,7 @@ def search(
     require_usearch()
     if not query.strip():
         raise ConfigError("the query is empty; pass a question or a phrase.")
-    files = _files_of(folder)
+    files = passage_files(folder)
     loaded = open_encoder(model, warn, progress)
     tokenizer, layout, encode_texts = loaded.tokenizer, loaded.objective.layout, loaded.task_class.encode_texts
     of_query, of_passage = layout.query_prompt, layout.passage_prompt
@@ -264,13 +265,13 @@ def search(
             f"{model.target} compares vectors by the similarity {layout.similarity}, but search supports "
             f"{', '.join(METRICS)}; set similarity_fn_name in its config_sentence_transformers.json to one of them."
         )
-    room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
+    room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(token_spans(tokenizer, [of_passage])[0])
     if room < 1:
         raise ConfigError(
             f"the passage prompt of {model.target} fills its whole context, so there is no room for a passage; raise "
             "its max_seq_length."
         )
-    rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
+    rules = PassageRules(partial(token_spans, tokenizer), room, text_column)
     root = private_cache(warn) / "search"  # private, because a native library parses the index
     make_private(root)
     key = hashlib.sha256(os.fsencode(f"{_fingerprint(loaded)}\0{folder.resolve()}")).hexdigest()[:32]
@@ -286,7 +287,8 @@ def search(
     return index.search(query, top_k)
 
 
-def _files_of(folder: Path) -> list[Path]:
+def passage_files(folder: Path) -> list[Path]:
+    """Returns the files in a folder or an archive, or one file. Raises ConfigError if there are none to read."""
     if folder.is_dir() or (folder.is_file() and is_archive(folder)):
         return dataset_files(folder)
     require_regular_file(folder)
@@ -297,7 +299,8 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder]
 
 
-def _token_spans(tokenizer: Any, texts: list[str]) -> list[Spans]:
+def token_spans(tokenizer: Any, texts: list[str]) -> list[Spans]:
+    """Returns the start and end character of each token of each text, without special tokens."""
     encoded = tokenizer(texts, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False)
     spans: list[Spans] = encoded["offset_mapping"]
     return spans

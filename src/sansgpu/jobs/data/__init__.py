@@ -83,7 +83,7 @@ def look(request: DataRequest, progress: ReportProgress) -> DataLook:
     Raises ConfigError if the data cannot be opened, no task reads it, or the row to show does not exist.
     """
     if request.write is not None:
-        _require_new_file(request.write, request.data)
+        require_new_file(request.write, request.data)
     progress("reading rows", 0, 0)
     fits = [TaskFit(request.task, "")] if request.task else _fits(request)
     config = _config(request, fits[0].task)
@@ -92,7 +92,7 @@ def look(request: DataRequest, progress: ReportProgress) -> DataLook:
     return replace(found, task_is_guessed=request.task is None, other_tasks=others)
 
 
-def _require_new_file(path: Path, data: str) -> None:
+def require_new_file(path: Path, data: str) -> None:
     """Raises ConfigError unless `--write` names a new .jsonl file outside the data."""
     if path.suffix != ".jsonl":
         raise ConfigError(f"--write {path} must end in .jsonl, because the rows are written as JSON lines; rename it.")
