@@ -94,7 +94,7 @@ def machine_of(answers: InitAnswers) -> tuple[Processor, int]:
     import torch
 
     from sansgpu.machine.probe import memory_for_run
-    from sansgpu.planning.presets import Processor
+    from sansgpu.planning.presets import Processor, this_machine
 
     here = this_machine(SCHEMA())
     memory = answers.memory or memory_for_run(torch.device("cpu"))
