@@ -61,7 +61,7 @@ def propose_time(answers: InitAnswers, progress: ReportProgress) -> TimeProposal
         sample = sample_rows(config, progress)
         if not sample.values:
             raise ConfigError(f"{answers.text} has no rows that task {answers.task} can read")
-        length = _fine_tuning_length(fitting.config, sample, answers, progress)
+        length = _fine_tuning_length(fitting.config, purpose.epochs, sample, answers, progress)
     except ConfigError as error:
         return TimeProposal(DEFAULT_HOURS, f"a run would stop, because {str(error).rstrip('.')}")
     return _of_fine_tuning(purpose, fitting, length)
@@ -112,7 +112,7 @@ def days(seconds: float) -> str:
 def _of_fine_tuning(purpose: Purpose, fitting: FittingRun, length: _Length) -> TimeProposal:
     time, hours = round_time(length.seconds * MARGIN)
     steps = f"{counted(length.steps, 'step')} of about {_step(length.seconds / length.steps)}"
-    epochs = counted(purpose.epochs, "epoch")
+    epochs = counted(purpose.epochs, "epoch", "epochs")
     memory = f"the model needs {fitting.needed / 1e9:.1f} of {fitting.available / 1e9:.1f} GB of memory"
     if length.seconds > LONGEST * 3600:
         share = purpose.epochs * hours * 3600 / length.seconds
@@ -126,17 +126,19 @@ def _step(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds > 9.5 else f"{seconds:.2g} s"
 
 
-def _fine_tuning_length(config: Config, sample: DataSample, answers: InitAnswers, progress: ReportProgress) -> _Length:
+def _fine_tuning_length(
+    config: Config, epochs: int, sample: DataSample, answers: InitAnswers, progress: ReportProgress
+) -> _Length:
     """Estimates the run from the examples that its task makes of the sample."""
     from sansgpu.data.order import steps_per_epoch
     from sansgpu.machine.memory import effective_batch
     from sansgpu.planning.forecast import forecast_of
     from sansgpu.planning.propose import OVERHEAD_RATIO
-    from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
+    from sansgpu.planning.resolve import ResolveOptions, Timed, ignore_message, resolve_run
     from sansgpu.train.run import EVALUATED_IN_A_STEP
 
     # Only steps that generate text are timed: for others, the rate of matrix products tells enough.
-    timed = "always" if config.settings.generates else "never"
+    timed: Timed = "always" if config.settings.generates else "never"
     with TemporaryDirectory(prefix="sansgpu-init-") as folder:
         rows = Path(folder) / "rows.jsonl"
         lines = (json.dumps(value, default=str) for value in sample.values)
@@ -151,7 +153,7 @@ def _fine_tuning_length(config: Config, sample: DataSample, answers: InitAnswers
     examples = scale * run.corpus.train_examples
     if sample.has_validation:
         examples /= 1 - run.config.data.validation_split
-    steps = max(1, training.num_epochs * steps_per_epoch(round(examples), batch))
+    steps = max(1, epochs * steps_per_epoch(round(examples), batch))
     processor, _ = machine_of(answers)
     if run.timing is not None:
         step_seconds = forecast_of(run).step_seconds
