@@ -169,7 +169,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, capsys: Captured) 
 def test_without_a_terminal_every_answer_is_needed(home: Path) -> None:
     code, _, error = finish(["init", "--text", "python-stdlib", "--task", "pretrain"], home / "cache")
     assert code == 2
-    assert "pass --hours, or --yes" in error
+    assert "pass --cores, or --yes" in error
 
 
 def test_answers_as_flags_need_no_terminal() -> None:
@@ -184,7 +184,7 @@ def test_questions_are_asked_again_until_the_answers_are_good(tmp_path: Path) ->
         [sys.executable, "-m", "sansgpu", "init"], stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     ) as process:  # fmt: skip
-        os.write(keyboard, b"nothing.txt\nnotes.jsonl\npoetry\npretrain\nsoon\n30m\nmany\n8\n32GB\n")
+        os.write(keyboard, b"nothing.txt\nnotes.jsonl\npoetry\npretrain\nmany\n8\n32GB\nsoon\n30m\n")
         out, shown = process.communicate(timeout=120)
     assert process.returncode == 0, shown
     assert "nothing.txt does not exist" in shown

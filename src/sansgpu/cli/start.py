@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +29,7 @@ from sansgpu.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from sansgpu.jobs.init import InitAnswers
+    from sansgpu.jobs.init.answers import InitAnswers
 
 # Asks a question. Arguments: the flag that answers it, the question, the default, and a check of the answer.
 Ask = Callable[[str, str, str, Callable[[str], object]], str]
@@ -184,13 +184,13 @@ def init(given: _InitOptions) -> None:
 def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     """Asks for each answer that is not given and checks all of them."""
     from sansgpu.config import PYTHON_STDLIB
-    from sansgpu.jobs.corpora import SHORT_NAMES
-    from sansgpu.jobs.init import DEFAULT_HOURS, PURPOSES, InitAnswers, parse_hours, purposes_of
-    from sansgpu.jobs.init import require_text as check_text
+    from sansgpu.jobs.init.answers import PURPOSES, InitAnswers, parse_hours, purposes_of
+    from sansgpu.jobs.init.answers import require_text as check_text
+    from sansgpu.jobs.init.corpora import SHORT_NAMES
 
-    text, task, model, hours, cores, memory = (
-        given.text, given.task, given.model, given.hours, given.cores, given.memory
-    )  # fmt: skip
+    text, task, model, cores, memory = given.text, given.task, given.model, given.cores, given.memory
+    if given.hours is not None:
+        parse_hours(given.hours)
     if text is None:
         question = f"What data? A file, a folder, a Hub name or {', '.join(SHORT_NAMES)}; {PYTHON_STDLIB} is built in"
         text = ask("--text", question, PYTHON_STDLIB, check_text)
@@ -207,34 +207,43 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     base = PURPOSES[task].model if task in PURPOSES else None
     if base and model is None:
         model = ask("--model", "Which model to start from? A folder, a GGUF file or a Hub name", base, lambda _: None)
-    if hours is None:
-        hours = ask(
-            "--hours", "How long may training take? Hours or minutes, e.g. 2h or 30m", DEFAULT_HOURS, parse_hours
-        )
     if cores is None and memory is None:
         cores, memory = _machine(ask)
-    return InitAnswers(text, task, parse_hours(hours), model, cores, None if memory is None else _bytes(memory))
+    answers = InitAnswers(text, task, 1.0, model, cores, None if memory is None else _bytes(memory))
+    hours = given.hours
+    if hours is None:
+        question = "How long may training take? Hours or minutes, e.g. 2h or 30m"
+        hours = ask("--hours", question, _proposed_time(answers), parse_hours)
+    return replace(answers, hours=parse_hours(hours))
+
+
+def _proposed_time(answers: InitAnswers) -> str:
+    """Returns the time that the data are worth, and prints why."""
+    with preparation_bar() as bar:
+        from sansgpu.jobs.init.hours import propose_time
+
+        proposal = propose_time(answers, bar)
+    complain(f"time {proposal.time}: {proposal.reason}.")
+    return proposal.time
 
 
 def _proposed_task(text: str, tasks: list[str]) -> str:
     """Returns the one of `tasks` that fits the first rows of the data best, and prints why."""
     from sansgpu.config import ConfigError
-    from sansgpu.config.paths import BUILT_IN_NAMES
-    from sansgpu.jobs.corpora import corpus_named
-    from sansgpu.jobs.data import guess_tasks
+    from sansgpu.jobs.init.corpora import corpus_named
+    from sansgpu.jobs.init.sample import recognize
     from sansgpu.tasks.configuration import DEFAULT_TASK
 
-    if text in BUILT_IN_NAMES or corpus_named(text):
+    if corpus_named(text):
         return DEFAULT_TASK
     try:
-        fit = next((fit for fit in guess_tasks(text) if fit.task in tasks), None)
+        with preparation_bar() as bar:
+            task, sample = recognize(text, tasks, bar)
     except ConfigError as error:
         warn(f"{str(error).rstrip('.')}; task {DEFAULT_TASK} is proposed.")
-        fit = None
-    if fit is None:
         return DEFAULT_TASK
-    complain(f"{text}: rows with {fit.form}, for task {fit.task}; `sansgpu data {text}` shows them.")
-    return fit.task
+    complain(f"{text}: {sample.describe()}, for task {task}; `sansgpu data {text}` shows more.")
+    return task
 
 
 def _machine(ask: Ask) -> tuple[int | None, str | None]:

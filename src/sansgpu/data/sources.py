@@ -50,6 +50,7 @@ class Source:
     rows: Callable[[], Iterator[SourceRow]]
     files: Mapping[str, Path] = field(default_factory=dict)  # by path relative to the folder; empty for a Hub dataset
     notes: Sequence[str] = ()
+    row_count: int = 0  # 0 if unknown before the rows are read
 
 
 @dataclass(frozen=True)
@@ -367,4 +368,4 @@ def _dataset_source(name: str, dataset: Any, column: str | int | None) -> Source
             yield SourceRow(f"{name}, row {number}", with_names(row, names))
 
     fingerprint = hashlib.sha256(repr((dataset._fingerprint, column, PIECE_CHARS)).encode()).hexdigest()
-    return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read, rows)
+    return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read, rows, row_count=len(dataset))

@@ -45,6 +45,8 @@ DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
 BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
 REPEATED_EMBEDDING_RATE = 1  # with the default of 3, embeddings learn a text by heart that is read more than twice
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
+EQUAL_LOSS_RATIO = 0.01  # a larger model that is better by less than this does not pay
+MIN_GAIN, SHORTEST_HOURS = 0.03, 1 / 60  # twice the time pays if it lowers the expected loss by this share
 EVALUATIONS, SNAPSHOTS = 10, 5  # number in a run
 
 
@@ -58,6 +60,18 @@ class ProposedRun:
     tokens: float
     epochs: float
     bits_per_byte: float
+
+    @property
+    def seconds(self) -> float:
+        return self.tokens / self.tokens_per_second / (1 - OVERHEAD_RATIO)
+
+
+@dataclass(frozen=True)
+class ProposedLength:
+    """A run that is as long as pays."""
+
+    run: ProposedRun
+    gain: float  # share by which twice the time would lower the expected loss
 
 
 def propose(
@@ -119,12 +133,28 @@ def propose_quickly(data: str, text_bytes: float, hours: float, processor: Proce
     return replace(best, config=change_config(_with_length(best, hours), ["model.vocab_size=null"]))
 
 
+def propose_length(
+    data: str, text_bytes: float, most_hours: float, processor: Processor, memory: int
+) -> ProposedLength:
+    """Doubles the time of `propose_quickly` until that lowers the expected loss by less than `MIN_GAIN`."""
+    hours, better = SHORTEST_HOURS, propose_quickly(data, text_bytes, SHORTEST_HOURS, processor, memory)
+    while True:
+        run, hours = better, 2 * hours
+        better = propose_quickly(data, text_bytes, hours, processor, memory)
+        gain = 1 - better.bits_per_byte / run.bits_per_byte
+        if gain < MIN_GAIN or hours > most_hours:
+            return ProposedLength(run, gain)
+
+
 def _best(candidates: list[ProposedRun]) -> ProposedRun:
     if not candidates:
         raise ConfigError(
             "not even the smallest model fits into memory; stop other programs or use a machine with more memory."
         )
-    return min(candidates, key=lambda candidate: candidate.bits_per_byte)
+    best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
+    # If a smaller model reads the text as often as pays, too, more parameters gain little and learn it by heart.
+    good = (c for c in candidates if c.bits_per_byte <= best.bits_per_byte * (1 + EQUAL_LOSS_RATIO))
+    return next((c for c in good if c.epochs >= MAX_EPOCHS), best)
 
 
 def _proposed(config: Config, parameters: int, speed: float, hours: float, unique: float) -> ProposedRun:

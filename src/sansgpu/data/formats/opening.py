@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ BLOCK = 1 << 20  # bytes or characters to read at a time
 # Limits that keep the memory for one row below about one gigabyte, whatever the file contains.
 MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV field
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # maximum size / compressed size, applied beyond this many bytes
+REMEMBERED_BYTES = 64 << 20  # a process hashes an unchanged file of this size once
 MAX_MEMBERS = 1000  # files in an archive, whose directory is read again for each of them
 ARCHIVE = ".zip"
 
@@ -137,12 +139,20 @@ def sha256_of(path: Path) -> str:
     """Returns the hexadecimal SHA-256 of a file, as it is on the disk or in its archive."""
     archive = archive_of(path)
     if archive is None:
-        return file_sha256(path)
+        stat = path.stat()
+        if stat.st_size < REMEMBERED_BYTES:
+            return file_sha256(path)
+        return _remembered_sha256(path, (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
     digest = hashlib.sha256()
     with _open_member(path, archive)[0] as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _remembered_sha256(path: Path, state: tuple[int, ...]) -> str:
+    return file_sha256(path)
 
 
 def archived_files(archive: Path) -> list[Path]:

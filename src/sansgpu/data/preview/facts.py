@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.data.duplicates import DocumentHashes, hash_documents
 from sansgpu.data.files import Piece
-from sansgpu.data.forms.form import Form, Forms
+from sansgpu.data.forms.form import Form, Forms, is_empty
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.forms.words import TaggedText

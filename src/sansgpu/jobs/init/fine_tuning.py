@@ -1,0 +1,72 @@
+"""Configures the fine-tuning of a model, so that it fits into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sansgpu.config import ConfigError, change_config
+from sansgpu.config.schema import Config
+from sansgpu.config.tasks import Purpose
+from sansgpu.events.progress import ReportProgress, Warn
+from sansgpu.jobs.init.answers import InitAnswers
+from sansgpu.tasks.configuration import as_config
+
+# Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
+_ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
+
+
+@dataclass(frozen=True)
+class FittingRun:
+    """A configuration that fits into memory, and what it needs of it in bytes."""
+
+    config: Config
+    needed: int
+    available: int
+
+
+def fine_tuning_config(answers: InitAnswers, purpose: Purpose) -> Config:
+    batch = {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch} if purpose.batch else {}
+    return as_config(
+        {
+            "task": answers.task,
+            "model": {
+                "name_or_path": answers.model or purpose.model,
+                **(_ADAPTER if purpose.is_decoder else {}),
+            },
+            "training": {
+                **batch,
+                "num_epochs": purpose.epochs,
+                "max_hours": answers.hours,
+                "save_steps": 50,
+                "eval_steps": 50,
+            },
+            "data": {"dataset_name": answers.text},
+        }
+    )
+
+
+def fitting_run(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Warn) -> FittingRun | None:
+    """Returns the configuration with the mildest changes that make it fit. Raises ConfigError if nothing does.
+
+    If the model cannot be read from this machine, calls `warn` and returns None.
+    """
+    progress("estimating memory", 0, 0)
+    from sansgpu.planning.memory_fit import changes_that_fit
+    from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
+    from sansgpu.tasks.registry import task_of
+
+    try:
+        options = ResolveOptions("report", data="unread", timed="never")
+        sized = task_of(config).with_vocabulary(config)
+        run = resolve_run(sized, progress, ignore_message, options)
+    except ConfigError as error:
+        warn(f"{str(error).rstrip('.')}; the memory estimate is therefore skipped.")
+        return None
+    memory = answers.memory or run.available
+    if run.memory.fits(memory):
+        return FittingRun(config, run.memory.least, memory)
+    changes = changes_that_fit(sized, run.execution, memory)
+    if not changes:
+        raise ConfigError(f"this model does not fit into {memory / 1e9:.1f} GB of memory; choose a smaller one.")
+    return FittingRun(change_config(config, changes[0].settings), changes[0].memory.least, memory)
