@@ -16,7 +16,8 @@ from sansgpu.data.formats.names import TABLES, file_form
 from sansgpu.data.formats.opening import is_compressed
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row
-from sansgpu.data.preview.example import parts_of, text_in
+from sansgpu.data.preview.example import text_in
+from sansgpu.data.preview.row_types import parts_of
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.data.sources import Source
 from sansgpu.data.tables import Columns
