@@ -203,3 +203,9 @@ def _functions(row: SourceRow, text: str) -> Iterator[Any]:
             raise bad_row(row.where, f"has functions in its system message that are not valid JSON: {text}") from None
         yield value
         text = text[end:].lstrip(", \n\r\t")
+
+
+def answer_in(row: SourceRow, column: str) -> Any:
+    """Returns an answer; a number as text."""
+    value = row.value[column]
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

@@ -17,6 +17,7 @@ from sansgpu.data.forms.chat_columns import (
     Tools,
     after_system,
     all_turns,
+    answer_in,
     chat_columns,
     context_of,
     first_column,
@@ -226,17 +227,11 @@ def instruction_and_answer(row: SourceRow, asked: str, answer: str, columns: Col
         prompt = f"{instruction}\n\n{context}" if instruction.strip() else context
         template = INSTRUCTION_WITH_INPUT
     require_nonempty(row.where, prompt, asked)
-    found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
+    found = prompt_and_answer(row, prompt, answer_in(row, answer), answer, columns)
     if found.plain is None:
         return found
     written = template.format(instruction=instruction, input=context)
     return replace(found, plain=(after_system(row, written, columns), found.plain[1]))
-
-
-def _answer(row: SourceRow, column: str) -> Any:
-    """Returns an answer; a number as text."""
-    value = row.value[column]
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _conversation_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
@@ -255,7 +250,7 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
         prompt = only_text(row, row.value[asked], asked, "prompt")
         if (asked, prompt) != ("prompt", ""):  # which means that nothing precedes the completion
             require_nonempty(row.where, prompt, asked)
-        found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
+        found = prompt_and_answer(row, prompt, answer_in(row, answer), answer, columns)
         return _with_learned_history(row, found)
 
     return read

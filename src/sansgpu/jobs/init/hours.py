@@ -34,7 +34,7 @@ class TimeProposal:
 
 
 @dataclass(frozen=True)
-class _Length:
+class _FineTuningLength:
     """The estimated length of a run on all data."""
 
     steps: int
@@ -60,7 +60,7 @@ def propose_time(answers: InitAnswers, progress: ReportProgress) -> TimeProposal
     try:
         sample = sample_rows(config, progress)
         if not sample.values:
-            raise ConfigError(f"{answers.text} has no rows that task {answers.task} can read")
+            raise ConfigError(f"{answers.text} has no rows that task {answers.task} can read; choose another task")
         length = _fine_tuning_length(fitting.config, purpose.epochs, sample, answers, progress)
     except ConfigError as error:
         return TimeProposal(DEFAULT_HOURS, f"a run would stop, because {str(error).rstrip('.')}")
@@ -109,7 +109,7 @@ def days(seconds: float) -> str:
     return counted(round(seconds / 86400), "day") if seconds > 2 * 86400 else f"{seconds / 3600:.0f} hours"
 
 
-def _of_fine_tuning(purpose: Purpose, fitting: FittingRun, length: _Length) -> TimeProposal:
+def _of_fine_tuning(purpose: Purpose, fitting: FittingRun, length: _FineTuningLength) -> TimeProposal:
     time, hours = round_time(length.seconds * MARGIN)
     steps = f"{counted(length.steps, 'step')} of about {_step(length.seconds / length.steps)}"
     epochs = counted(purpose.epochs, "epoch", "epochs")
@@ -128,7 +128,7 @@ def _step(seconds: float) -> str:
 
 def _fine_tuning_length(
     config: Config, epochs: int, sample: DataSample, answers: InitAnswers, progress: ReportProgress
-) -> _Length:
+) -> _FineTuningLength:
     """Estimates the run from the examples that its task makes of the sample."""
     from sansgpu.data.order import steps_per_epoch
     from sansgpu.machine.memory import effective_batch
@@ -162,4 +162,4 @@ def _fine_tuning_length(
         step_seconds = run.tokens_per_step / processor.tokens_per_second(work.needed / run.tokens_per_step)
     evaluations = steps // training.eval_steps + 1 if training.eval_steps else 1
     evaluated = scale * run.corpus.validation_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
-    return _Length(steps, (steps + evaluations * evaluated) * step_seconds / (1 - OVERHEAD_RATIO))
+    return _FineTuningLength(steps, (steps + evaluations * evaluated) * step_seconds / (1 - OVERHEAD_RATIO))
