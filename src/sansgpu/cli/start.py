@@ -191,6 +191,8 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     text, task, model, cores, memory = given.text, given.task, given.model, given.cores, given.memory
     if given.hours is not None:
         parse_hours(given.hours)
+    if memory is not None:
+        _bytes(memory)
     if text is None:
         question = f"What data? A file, a folder, a Hub name or {', '.join(SHORT_NAMES)}; {PYTHON_STDLIB} is built in"
         text = ask("--text", question, PYTHON_STDLIB, check_text)
