@@ -22,8 +22,11 @@ from tests.processes import (
 )
 
 STEPS = 24
-# A little larger than TINY, so that tests have time to kill the run.
-SHAPE = {"model__d_model": 64, "model__n_layers": 4, "training__max_steps": STEPS, "training__sample_tokens": 4}
+# A little larger than TINY, so that tests have time to kill the run. Evaluations are short, not to take half of it.
+SHAPE = {
+    "model__d_model": 64, "model__n_layers": 4, "training__max_steps": STEPS, "training__sample_tokens": 4,
+    "training__eval_batches": 2,
+}  # fmt: skip
 
 
 def fill(home: Path) -> None:
