@@ -73,7 +73,8 @@ def test_a_copy_is_validated_and_independent_of_the_original(recwarn: pytest.War
     assert config.copy(update={"task": "graph"}).training.optimizer == "muon"
     with pytest.raises(ConfigError, match=r"unknown key training\.sed"):
         config.training.copy(update={"sed": 1})
-    assert not recwarn
+    # Python warns about files that earlier tests left open whenever it collects them.
+    assert not [str(warning.message) for warning in recwarn if warning.category is not ResourceWarning]
 
 
 def test_a_whole_number_of_epochs_is_an_integer(tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ def chosen(home: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("encoding", "shown"),
-    [("ascii", "Der B?cker backt ?frisch?, ?? ?"), ("cp1252", "Der Bäcker backt „frisch“, ?? ?")],
+    [
+        ("cp1252", "Der Bäcker backt „frisch“, ?? ?"),
+        pytest.param("ascii", "Der B?cker backt ?frisch?, ?? ?", marks=pytest.mark.long),
+    ],
 )
 def test_commands_print_what_the_encoding_can_show(home: Path, encoding: str, shown: str) -> None:
     run, variables = home / f"Läufe 日本/{encoding}", {"PYTHONIOENCODING": encoding}

@@ -242,7 +242,9 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", TEMPLATES)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=pytest.mark.long if f in ("power", "doubling") else ()) for f in TEMPLATES]
+)
 def test_a_chat_template_is_rendered_within_bounds(tmp_path: Path, fault: str) -> None:
     template, sentence = TEMPLATES[fault]
     folder = Path(shutil.copytree(model_folder("qwen2"), tmp_path / "model"))
@@ -253,6 +255,7 @@ def test_a_chat_template_is_rendered_within_bounds(tmp_path: Path, fault: str) -
     assert_refused(sentence, "train", "--dry-run", "--output-dir", tmp_path / "run", *changes)
 
 
+@pytest.mark.long
 def test_a_chat_with_a_template_that_does_not_end_is_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model_folder("qwen2"), tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(TEMPLATES["loops"][0])

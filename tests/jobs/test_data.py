@@ -245,7 +245,8 @@ def test_init_proposes_the_task_of_the_rows(
     monkeypatch.chdir(tmp_path)
     model = ["--model", str(model_folder("bert")), "--hours", "0.1", "--yes"]
     assert cli(["init", "a.yaml", "--text", str(labeled_rows(tmp_path / "rows.jsonl")), *model]) == 0
-    assert "rows with text + label, for task classify" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert re.search(r"labeled texts: text \+ label \(48 rows, about \d+ tokens\), for task classify", shown)
     assert yaml.safe_load(Path("a.yaml").read_text())["task"] == "classify"
 
 

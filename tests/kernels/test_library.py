@@ -13,16 +13,6 @@ from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import HEADER, constants, declared, functions, structs
 from sansgpu.machine.instruction_sets import supported
 
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from sansgpu.kernels import library
-from sansgpu.kernels.library import load_kernels
-
-library.LIBRARIES = Path(sys.argv[1])
-print(load_kernels("auto", torch.device("cpu"), print))
-"""
 NEEDS_TWO = pytest.mark.skipif(len(supported()) == 1, reason="this processor has one instruction set")
 
 
@@ -32,13 +22,24 @@ def libraries(tmp_path: Path) -> Path:
     return shutil.copytree(library.LIBRARIES, tmp_path / "libraries")
 
 
+@pytest.fixture
+def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test load kernels as a new process does; afterwards this process has its own again."""
+    for name in ("LIBRARIES", "_library", "_set"):
+        monkeypatch.setattr(library, name, getattr(library, name))
+    monkeypatch.setattr(library, "_loaded", False)
+
+
 def loaded(libraries: Path) -> list[str]:
-    """Loads the kernels of a folder in a new process; returns its warnings and the name of the kernels it uses."""
-    command = [sys.executable, "-c", SCRIPT, str(libraries)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    """Loads the kernels of a folder; returns the warnings and the name of the kernels that are used."""
+    library.LIBRARIES, library._loaded = libraries, False
+    said: list[str] = []
+    used = library.load_kernels("auto", torch.device("cpu"), said.append)
+    return [*said, used]
 
 
 @NEEDS_TWO
+@pytest.mark.usefixtures("_unloaded")
 def test_the_best_installed_kernels_are_used(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, second, best = supported()
     assert loaded(libraries) == [f"native {best.name}"]
@@ -49,6 +50,7 @@ def test_the_best_installed_kernels_are_used(libraries: Path, monkeypatch: pytes
     assert loaded(libraries) == [f"native {second.name}"]
 
 
+@pytest.mark.usefixtures("_unloaded")
 def test_without_kernels_torch_runs_and_a_warning_says_why(tmp_path: Path) -> None:
     warning, kernels = loaded(tmp_path)
     best = supported()[-1].name
@@ -58,6 +60,7 @@ def test_without_kernels_torch_runs_and_a_warning_says_why(tmp_path: Path) -> No
     assert kernels == "torch"
 
 
+@pytest.mark.usefixtures("_unloaded")
 def test_a_damaged_library_is_named(libraries: Path) -> None:
     damaged = libraries / f"{supported()[-1].name}.so"
     damaged.write_text("not a library")

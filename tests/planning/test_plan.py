@@ -4,7 +4,6 @@ import io
 import json
 import re
 import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.processes import (
     as_options,
     environment,
     events_of,
+    finish,
     json_of,
     overrides,
     settings,
@@ -290,10 +290,10 @@ def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_doctor_finds_what_slows_a_run_down(home: Path) -> None:
-    program = "from sansgpu.cli import run; raise SystemExit(run(['doctor', '--json']))"
-    slowed = {**environment(home / "cache"), "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=slowed, capture_output=True, text=True, check=True)
-    advice = " ".join(item["text"] for item in json.loads(done.stdout)["advice"])
+    slowed = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
+    code, out, error = finish(["doctor", "--json"], home / "cache", **slowed)
+    assert code == 0, error
+    advice = " ".join(item["text"] for item in json.loads(out)["advice"])
     assert "unset ONEDNN_MAX_CPU_ISA=AVX2" in advice
 
 

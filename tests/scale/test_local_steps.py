@@ -79,6 +79,7 @@ def test_a_run_logs_evaluates_and_saves_only_when_synchronized(straight: Path) -
     assert all(step % EVERY == 0 for step in steps["snapshot"])
 
 
+@pytest.mark.long
 def test_losses_are_close_to_those_of_processes_that_reduce_every_gradient(home: Path, straight: Path) -> None:
     together = forked(home, "together", 2, training__sync_every=1)[0]
     assert loss(straight) == pytest.approx(loss(together), rel=0.15)

@@ -53,7 +53,7 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
 
 @pytest.fixture(scope="module")
 def straight(home: Path) -> Path:
-    return completed(home, "straight", apart=True)
+    return completed(home, "straight")
 
 
 def after_first_snapshot(run: Path, delay: float) -> Callable[[], bool]:
@@ -169,7 +169,7 @@ def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path,
     """Micro-batches have at least 256 tokens, for which our matmul kernels are used."""
     large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": precision}
     names = ((n, f"threads-{n}-{precision}") for n in (1, 2))
-    runs = [completed(home, name, apart=n > 1, training__threads=n, **large) for n, name in names]
+    runs = [completed(home, name, training__threads=n, **large) for n, name in names]
     assert digests(runs[0]) == digests(runs[1])
 
 

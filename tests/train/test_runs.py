@@ -97,9 +97,9 @@ def test_an_epoch_is_every_token_once(home: Path, tmp_path: Path, pack: str) -> 
 
 
 def test_max_hours_ends_the_run_in_time_with_its_decay_complete(home: Path, tmp_path: Path) -> None:
-    started, allowed = time.monotonic(), 0.004 * 3600
+    started, allowed = time.monotonic(), 0.0025 * 3600
     changes = {
-        "training__max_hours": 0.004, "training__max_steps": "null", "training__lr_scheduler": "wsd",
+        "training__max_hours": 0.0025, "training__max_steps": "null", "training__lr_scheduler": "wsd",
         "training__warmup_steps": 1000, "training__logging_steps": 1,
         # Pauses must be rare, because on a busy machine one of them may take as long as many steps.
         "training__eval_steps": 20, "training__save_steps": 24, "training__sample_tokens": 0,
@@ -244,8 +244,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
 
 
 def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
-    often = {"training__logging_steps": 50, "training__eval_steps": 75, "training__save_steps": 0}
-    events = train(home, tmp_path / "r", "--max-steps", "200", training__report_to="tensorboard", **often)
+    often = {"training__logging_steps": 25, "training__eval_steps": 40, "training__save_steps": 0}
+    events = train(home, tmp_path / "r", "--max-steps", "100", training__report_to="tensorboard", **often)
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
     for tag, kind, part in (

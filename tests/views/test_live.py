@@ -203,6 +203,7 @@ def test_keys_save_evaluate_pause_and_end_a_run(long_run: tuple[list[str], Path]
         assert told in summary, told
 
 
+@pytest.mark.long
 def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
     arguments, run = long_run
     slow = ["--set", "model.n_layers=64", "--set", "training.gradient_accumulation_steps=1000"]  # many seconds per step

@@ -26,6 +26,7 @@ OUTSIDE = "O"
 DEFAULT_TAG_COLUMN = -1
 MAX_TOKENS = 1_000_000  # tokens per sentence; without a limit, a file without empty lines could exhaust memory
 LAYOUT_LINES = 20_000  # lines at the start of a file that decide which columns have the words and the tags
+MAX_TAG_COLUMN = 1000  # tags are looked for in the columns before this one; a line of more words is plain text
 DOCUMENT_START = "-DOCSTART-"
 WORD_NAMES = ("word", "words", "token", "tokens", "form")  # names of columns with words, in lower case
 TAG_NAMES = ("tag", "tags", "ner", "ner_tag", "ner_tags", "label", "labels", "entity", "bio", "iob", "iob2")
@@ -338,7 +339,7 @@ def _tag_columns(tokens: Iterable[Sequence[str]], width: int, first: int) -> dic
     values: dict[int, Counter[str]] = defaultdict(Counter)
     keyed: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
     for columns in tokens:
-        for number, value in enumerate(columns[first:], first) if len(columns) == width else ():
+        for number, value in enumerate(columns[first:MAX_TAG_COLUMN], first) if len(columns) == width else ():
             values[number][value] += 1
             for key, found in _attributes(value).items() if "=" in value else ():
                 keyed[number, key][found] += 1

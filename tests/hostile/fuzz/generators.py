@@ -252,7 +252,8 @@ def encodings(draw: random.Random, bases: Bases) -> Case:
             ["train", _LETTERS],
         ]
     )
-    return Case(command, writes("letters.txt", f"{_LETTERS} words to read.\n" * 200), (0, 2), chosen, apart=True)
+    letters = writes("letters.txt", f"{_LETTERS} words to read.\n" * 200)
+    return Case(command, letters, (0, 2), chosen, apart="LC_ALL" in chosen)
 
 
 # The generator of each kind and its number of cases in a thousand.

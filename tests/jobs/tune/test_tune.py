@@ -84,7 +84,6 @@ def result(continued: tuple[dict[str, Any], str], home: Path, monkeypatch: pytes
     return continued[0]
 
 
-@pytest.mark.long
 def test_a_killed_search_continues_and_counts_each_trial_once(continued: tuple[dict[str, Any], str]) -> None:
     result, said = continued
     assert "continuing search: 1 of 2 trials done" in said
