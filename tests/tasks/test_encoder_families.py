@@ -49,7 +49,7 @@ def layers_of(names: list[str]) -> str:
     return " ".join(sorted({name.split(".")[-1] for name in names}))
 
 
-@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.long) for f in LAYERS])
 def test_all_linear_layers_of_the_blocks_have_adapters_and_new_heads_are_trained(family: str) -> None:
     settings = ModelConfig(name_or_path=str(model_folder(family)), adapter="lora")
     adapted: Any = add_adapter(load_pretrained(settings, Head("sequence", ("a", "b")), 0), settings, 0)
