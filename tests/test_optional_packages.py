@@ -105,6 +105,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     return folder, imported
 
 
+@pytest.mark.long
 def test_training_imports_all_core_packages_and_of_optional_ones_only_that_of_the_report(
     trained: tuple[Path, set[str]],
 ) -> None:

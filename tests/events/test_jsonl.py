@@ -49,6 +49,7 @@ def test_documents_with_any_line_end_are_read_whole(home: Path, tmp_path: Path) 
     assert documents > 30
 
 
+@pytest.mark.long
 def test_standard_input_is_encoded_to_the_character(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

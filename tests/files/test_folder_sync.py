@@ -21,6 +21,7 @@ def library(home: Path) -> Path:
     return made
 
 
+@pytest.mark.long
 def test_only_a_file_that_cannot_be_flushed_stops_a_run(home: Path, library: Path) -> None:
     processes = {}
     for refused in ("folders", "files"):

@@ -141,6 +141,7 @@ def test_a_model_that_writes_escape_sequences_moves_no_cursor(tmp_path: Path, ca
         assert r"\x" in said, said
 
 
+@pytest.mark.long
 def test_the_live_view_and_the_bars_in_a_real_terminal(home: Path, run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sansgpu", "train", *settings(**SHORT, training__sample_tokens=4)]
     command += ["--set", f"data.dataset_name={home / EVIL / (EVIL + '.jsonl')}"]

@@ -172,6 +172,7 @@ def test_weights_of_another_model_are_refused(copy: Path) -> None:
         assert_refused("does not match the model", *command)
 
 
+@pytest.mark.long
 def test_a_folder_of_any_depth_is_read(home: Path, copy: Path, tmp_path: Path, deep: Callable[..., Path]) -> None:
     data = deep(tmp_path / "data")
     for command in (

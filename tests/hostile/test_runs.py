@@ -279,6 +279,7 @@ def compiled(home: Path) -> list[str]:
     return options(processes.TINY, FEW, own)
 
 
+@pytest.mark.long
 def test_a_run_works_if_no_folder_is_private(home: Path, tmp_path: Path) -> None:
     """Simulates a container in which every volume is writable by all users."""
     places = {name: tmp_path / name for name in ("SANSGPU_CACHE", "XDG_CACHE_HOME", "TMPDIR")}
@@ -294,6 +295,7 @@ def test_a_run_works_if_no_folder_is_private(home: Path, tmp_path: Path) -> None
     assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # deleted at the end of the run
 
 
+@pytest.mark.long
 def test_a_shared_cache_causes_one_warning_and_does_not_stop_the_run(home: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

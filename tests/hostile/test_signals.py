@@ -256,6 +256,7 @@ def test_several_processes_save_and_end(home: Path, number: signal.Signals, code
     assert (run / "snapshots" / str(end["snapshot"]) / "MANIFEST.json").exists()
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_costs_nothing(home: Path) -> None:
     """The terminal closes while the live view writes to it."""
     run, terminal = home / "closed", pty.fork()

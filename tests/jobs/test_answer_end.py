@@ -112,6 +112,7 @@ def test_a_token_of_the_template_ends_answers_everywhere(home: Path, tmp_path: P
     assert {OLD, NEW} <= {*exported(capsys, run, "--type", "f32")[1]["stop"]}
 
 
+@pytest.mark.long
 def test_a_text_of_the_template_is_named_and_ends_answers(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run = taught(home, "text")
     (warned,) = warnings_about(TEXT, capsys)
@@ -140,6 +141,7 @@ def test_a_text_of_the_template_is_named_and_ends_answers(home: Path, tmp_path: 
     assert evaluation["completion_length"] > 7, "the tokens of the text are learned"
 
 
+@pytest.mark.long
 def test_adapters_and_templates_without_an_end(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train_once(
         home / "adapter", [*_quick(home, "token"), *options({"model.adapter": "lora", "model.merge_adapter": False})]

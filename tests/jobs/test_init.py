@@ -101,6 +101,7 @@ def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:
     assert "  # maximum passes over the training split\n  num_epochs: 4" in Path("a.yaml").read_text()
 
 
+@pytest.mark.long
 def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
     """`init` assumes that the cores of another machine are as fast as those of this one."""
     widths = []

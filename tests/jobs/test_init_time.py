@@ -47,6 +47,7 @@ def test_given_hours_decide(tmp_path: Path, capsys: Captured) -> None:
     assert "epochs take" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_more_text_gets_more_time() -> None:
     hours = []
     for size in (1_000, 2_000_000):

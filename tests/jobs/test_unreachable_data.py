@@ -171,6 +171,7 @@ def test_a_hub_that_answers_is_reachable_unless_a_proxy_refuses_it() -> None:
     assert not _is_reachable("http://no-such-host.invalid")
 
 
+@pytest.mark.long
 def test_a_name_that_the_hub_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate needs no data, but the user wants to learn of a misspelled name right away."""
     with _server(404, "RepoNotFound") as hub:

@@ -32,6 +32,7 @@ def train(folder: Path, limit: int, *more: str) -> tuple[int, str]:
     return done.returncode, done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_run_beyond_the_limit_is_refused_with_what_is_available(tmp_path: Path, imported_bytes: int) -> None:
     code, error = train(tmp_path, imported_bytes + 650 * MEGABYTES)
     assert code == 2, error
@@ -40,6 +41,7 @@ def test_a_run_beyond_the_limit_is_refused_with_what_is_available(tmp_path: Path
     assert error.endswith("; --force starts it anyway.")
 
 
+@pytest.mark.long
 def test_a_failed_allocation_ends_the_run_with_advice(tmp_path: Path, imported_bytes: int) -> None:
     limit = imported_bytes + 300 * MEGABYTES
     code, error = train(tmp_path, limit, "--force")

@@ -21,6 +21,7 @@ def training(home: Path, run: str, *more: str) -> list[str]:
     return ["train", *chosen, "--output-dir", str(home / run), *more]
 
 
+@pytest.mark.long
 def test_commands_fall_back_to_one_folder_with_one_warning(home: Path) -> None:
     cache = home / f"temporary/sansgpu-{os.getuid()}"
     _, _, err = ended(started(home, *training(home, "run")))

@@ -96,6 +96,7 @@ def test_training_does_what_a_plan_says(home: Path, tmp_path: Path, capsys: pyte
     assert start["memory_bytes"] == plan["memory_bytes"]
 
 
+@pytest.mark.long
 def test_what_takes_long_in_a_plan_is_shown(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(monkeypatch, tmp_path / "cache")  # a new cache has no measurements
     shown: list[str] = []
@@ -289,6 +290,7 @@ def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> Non
     assert "GFLOP/s" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_doctor_finds_what_slows_a_run_down(home: Path) -> None:
     slowed = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     code, out, error = finish(["doctor", "--json"], home / "cache", **slowed)

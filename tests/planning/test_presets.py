@@ -45,6 +45,7 @@ def test_overrides_change_the_table_of_presets(capsys: Captured) -> None:
     assert cli(["plan", "--presets", "--set", "model.n_heads=5"]) == 2
 
 
+@pytest.mark.long
 def test_the_presets_are_compared_without_compiling_or_timing_steps(tmp_path: Path) -> None:
     cache = tmp_path / "empty"
     surroundings = {**environment(tmp_path), "SANSGPU_CACHE": str(cache)}

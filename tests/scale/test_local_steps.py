@@ -105,6 +105,7 @@ def test_a_stopped_run_continues_byte_by_byte(home: Path, straight: Path, number
     assert last(run) == last(straight)
 
 
+@pytest.mark.long
 def test_a_run_continues_with_other_processes_and_without_local_steps(home: Path) -> None:
     run, _ = forked(home, "changing", 2, training__max_steps=8)
     _, out = forked(home, "changing", 3, "--resume", "latest", training__max_steps=16)

@@ -86,6 +86,7 @@ def test_sharding_changes_nothing_that_is_learned(home: Path, one: Path, ranks: 
     same_losses(run, one)
 
 
+@pytest.mark.long
 def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> None:
     """33 rows are split into 17 and 16."""
     uneven = {"model__d_ff": 33, "training__optimizer": "muon", "training__max_steps": 6, "training__eval_steps": 3}

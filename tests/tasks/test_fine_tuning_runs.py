@@ -322,6 +322,7 @@ def flat_questions() -> list[str]:
     return [json.dumps(row(number)) for number in range(12)]
 
 
+@pytest.mark.long
 def test_a_model_that_changed_before_a_resume_is_noticed(home: Path, tmp_path: Path, capsys: Captured) -> None:
     base = make_folder(tmp_path / "base")
     chosen = settings(home, model__name_or_path=base, model__adapter="lora")

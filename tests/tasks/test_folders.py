@@ -83,6 +83,7 @@ def without(package: Path, task: str) -> None:
     replace_line(package, f'    "{task}": (),\n', "")
 
 
+@pytest.mark.long
 def test_a_task_is_removed_with_its_folder_and_its_line(copy: Path) -> None:
     without(copy, REMOVED)
     program = "from sansgpu.tasks.registry import TASKS; print(*(kind.settings.task for kind in TASKS.values()))"

@@ -151,6 +151,7 @@ def test_a_head_whose_weight_the_models_code_reads_is_not_quantized(
     assert cli(["train", *settings(home, **base), "--max-steps", "1", "--output-dir", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:
     chosen = {"model__adapter": "lora", "model__base_precision": "int4", "training__gradient_accumulation_steps": 8}
     first, killed = (["train", *settings(home, **chosen), "--output-dir", str(tmp_path / name)] for name in "ab")

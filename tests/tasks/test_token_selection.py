@@ -66,6 +66,7 @@ def test_the_folder_has_the_probabilities_of_the_exported_teacher(teacher: Path,
     torch.testing.assert_close(torch.from_numpy(found), expected, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_exactly_and_evaluates_all_tokens(home: Path, reference: Path, capsys: Captured) -> None:
     straight, killed, cache = home / "straight", home / "killed", home / "cache"
     assert finish([*student(reference), "--output-dir", str(straight)], cache)[0] == 0

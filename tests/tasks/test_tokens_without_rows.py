@@ -44,6 +44,7 @@ def with_token(folder: Path, architecture: str, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_every_command_names_a_token_without_a_row(home: Path, tmp_path: Path, capsys: Captured) -> None:
     decoder, encoder = with_token(tmp_path / "decoder", "llama"), with_token(tmp_path / "encoder", "bert")
     rows, output = home / "pairs.jsonl", tmp_path / "output"

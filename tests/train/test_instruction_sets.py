@@ -54,6 +54,7 @@ def test_doctor_names_the_forced_set(portable: Path) -> None:
     assert any("unset SANSGPU_ISA=portable" in advice["text"] for advice in facts["advice"])
 
 
+@pytest.mark.long
 def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     home: Path, tmp_path: Path, portable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

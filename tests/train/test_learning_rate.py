@@ -108,6 +108,7 @@ def test_fit_trains_with_the_rate_of_an_assigned_optimizer() -> None:
     assert load_config(Path("run/config.yaml"))[0].training.learning_rate == 0.0028
 
 
+@pytest.mark.long
 def test_a_resumed_run_with_more_epochs_tells_its_learning_rate(capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, object] = {
         "data__vocab_size": 280, "training__gradient_accumulation_steps": 64, "training__lr_scheduler": "linear",

@@ -173,6 +173,7 @@ def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path,
     assert digests(runs[0]) == digests(runs[1])
 
 
+@pytest.mark.long
 def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
     other = completed(home, "other-seed", "--seed", "7")
     assert set(outcome(other)[0].values()).isdisjoint(outcome(straight)[0].values())

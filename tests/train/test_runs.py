@@ -133,6 +133,7 @@ def test_an_end_time_in_the_past_or_of_wrong_form_is_refused(
     assert "write 18:00, 6PM or 2030-01-31T18:00" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: Path) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=4)
     code, out, _ = finish(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")], home / "cache")

@@ -54,6 +54,7 @@ def endless(home: Path, **changes: object) -> tuple[str, ...]:
     return tuple(overrides(TINY, own, changes))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(available_cores() < 2, reason="at least two cores are needed")
 def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbors: None) -> None:
     use_cache(monkeypatch, tmp_path / "cache")

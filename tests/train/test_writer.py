@@ -113,6 +113,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float, and_then: Any = l
     return steps
 
 
+@pytest.mark.long
 def test_how_long_writing_takes_makes_no_difference(
     home: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

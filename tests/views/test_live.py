@@ -219,6 +219,7 @@ def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str]
     assert terminal.text.rstrip().endswith(b"\x1b[?1049l\x1b[?25h")
 
 
+@pytest.mark.long
 def test_a_run_that_is_suspended_gives_the_terminal_back(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
     arguments, run = long_run
     terminal = Terminal(arguments, tmp_path / "cache", "{}; echo back-$?; read line; fg")

@@ -154,6 +154,7 @@ def reference_choices(logits: torch.Tensor, sampling: Sampling) -> dict[int, flo
     return {token: weights[token] / total for token in kept}
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(
     st.integers(2, 9), st.sampled_from([0.3, 0.8, 1.0, 2.5]), st.integers(0, 10), st.sampled_from([0.1, 0.5, 0.9, 1.0]),

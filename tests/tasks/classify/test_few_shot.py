@@ -100,6 +100,7 @@ def test_the_rows_are_divided_evenly_among_the_steps_of_an_epoch(
     assert plan["fits"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"model__adapter": "lora", "model__lora_dropout": 0.1}], ids=["full", "lora"])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     home: Path, changes: dict[str, object], capsys: Captured

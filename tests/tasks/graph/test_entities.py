@@ -48,6 +48,7 @@ def learned(home: Path) -> Path:
     return trained(home, "learned", model__d_model=64, model__d_ff=128, training__batch_size=32, **steps)
 
 
+@pytest.mark.long
 def test_tails_of_a_small_graph_are_ranked_far_above_the_baselines(learned: Path, capsys: Captured) -> None:
     tail = json_of(capsys, "eval", str(learned), "--link-prediction")["tail"]
     assert (tail["covered"], tail["trained_on"]) == (1, 0)

@@ -249,6 +249,7 @@ def extracted(run: Path, text: str | None = None, data: Path | None = None, **ch
     return extract(request, pytest.fail, quiet)
 
 
+@pytest.mark.long
 def test_triples_learned_by_heart_are_found_in_their_texts(run: Path, rows: Path) -> None:
     triples = extracted(run, data=rows)
     found = list(triples)

@@ -32,6 +32,7 @@ def memorised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, object, 
     return trained(config, corpus, 280), config, corpus
 
 
+@pytest.mark.long
 def test_eight_texts_are_learned_by_heart(memorised: tuple[Graph, object, object]) -> None:
     metrics = filled(*memorised)  # type: ignore[arg-type]
     assert metrics["mlm_acc"] > 0.95

@@ -285,6 +285,7 @@ def predicted(target: Path, data: Path | None, limit: int | None = None) -> dict
     return link_prediction(ModelRequest(str(target)), str(data) if data else None, limit, quiet, pytest.fail)
 
 
+@pytest.mark.long
 def test_facts_learned_by_heart_are_ranked_first(home: Path, run: Path) -> None:
     report = predicted(run, home / "kg")
     assert report["event"] == "link_prediction"

@@ -317,6 +317,7 @@ def test_reward_is_only_for_this_task(home: Path, tmp_path: Path, capsys: Captur
     assert "--reward is only for runs of task grpo" in sentence(capsys)
 
 
+@pytest.mark.long
 def test_the_plan_includes_the_time_and_memory_of_generation(home: Path, capsys: Captured) -> None:
     def planned(**changes: object) -> dict[str, Any]:
         own = {"data.dataset_name": home / "prompts.jsonl", "model.name_or_path": model_folder("qwen2")}

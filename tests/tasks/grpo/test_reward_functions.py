@@ -26,6 +26,7 @@ def arguments(home: Path, run: Path, reward: str, **changes: object) -> list[str
     return ["train", *options(SMALL, own, {"training.grpo.reward": OWN + reward, **changes}), "--output-dir", str(run)]
 
 
+@pytest.mark.long
 def test_a_reward_may_be_a_coroutine_and_cannot_change_the_state_of_training(home: Path) -> None:
     weights = []
     for reward in ("low_ids", "waiting", "meddling"):
@@ -50,6 +51,7 @@ def test_a_reward_cannot_end_the_command_as_if_it_were_done(home: Path, reward: 
     assert not (home / reward / "final").exists()
 
 
+@pytest.mark.long
 def test_equal_rewards_are_reported_and_an_endless_thread_does_not_keep_the_process(home: Path) -> None:
     """One run shows both, because it needs a process of its own."""
     run = home / "constant"

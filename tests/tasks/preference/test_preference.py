@@ -189,6 +189,7 @@ def test_a_run_killed_while_it_computes_the_reference_is_repeated_byte_for_byte(
     assert "name: pairs.jsonl (validation split)" in card
 
 
+@pytest.mark.long
 def test_a_plan_includes_the_time_of_the_reference(tmp_path: Path, capsys: Captured) -> None:
     rows, hours = preference_rows(tmp_path / "rows.jsonl", 200), []
     for loss in ("dpo", "simpo"):
