@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.processes import Fork, ended, settings, start
 
 NOWHERE = "/proc/none"  # nobody can create it, not even root
