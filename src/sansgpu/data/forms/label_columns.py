@@ -92,8 +92,12 @@ def flag_columns(rows: Iterator[Row]) -> tuple[str, ...]:
 
 def _usual_label(row: Row) -> str | None:
     """Returns the only column with one of `OTHER_LABEL_COLUMNS` as its name, or None."""
-    found = [name for name in row if str(name).strip().casefold() in OTHER_LABEL_COLUMNS]
+    found = [name for name in row if _is_usual(name)]
     return found[0] if len(found) == 1 else None
+
+
+def _is_usual(name: Any) -> bool:
+    return str(name).strip().casefold() in OTHER_LABEL_COLUMNS
 
 
 def find_label_columns(
@@ -166,17 +170,20 @@ def _filled_columns(rows: Sequence[Row]) -> list[Any]:
 
 
 def label_like_columns(rows: Sequence[Row]) -> list[Any]:
-    """Returns the columns with few short values that repeat, or with numbers to predict."""
+    """Returns the columns with few short values that repeat, or with numbers to predict.
+
+    The first rows may all have the same label, but then the column needs a usual name.
+    """
     named = (name for name in _filled_columns(rows) if not is_id_column(name) and not _words(name) & METADATA_WORDS)
-    return [name for name in named if _are_labels(name, rows)]
+    return [name for name in named if _are_labels(name, rows, 2 - _is_usual(name))]
 
 
 def _words(name: Any) -> frozenset[str]:
     return frozenset(re.split(r"[\s_:.-]+", str(name).casefold()))
 
 
-def _are_labels(name: Any, rows: Sequence[Row]) -> bool:
-    """Returns whether the values of a column may be labels, which takes at least two rows."""
+def _are_labels(name: Any, rows: Sequence[Row], least: int = 1) -> bool:
+    """Returns whether the values of a column may be labels, at least two of which `least` are different."""
     values = [row[name] for row in rows if not is_empty(row.get(name))]
     if len(values) < 2:
         return False
@@ -186,7 +193,7 @@ def _are_labels(name: Any, rows: Sequence[Row]) -> bool:
     lists = [value if isinstance(value, list) else [value] for value in values]
     labels = {str(one) if isinstance(one, (str, int, float)) else "" for given in lists for one in given}
     are_short = all(0 < len(label) <= MAX_LABEL_CHARACTERS for label in labels)
-    return are_short and MIN_REPEATS * len(labels) <= len(values)
+    return are_short and least <= len(labels) <= len(values) / MIN_REPEATS
 
 
 def propose_label_columns(rows: Sequence[Row]) -> tuple[Column | None, Column] | None:

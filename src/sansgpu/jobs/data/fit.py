@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from sansgpu.data.forms.form import Form, Forms, any_row, is_empty
+from sansgpu.data.forms.form import Form, Forms, any_row, is_empty, is_missing
 from sansgpu.data.forms.label_columns import is_id_column
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.rows import BadRowError, LeftOutError, SourceRow
@@ -28,7 +28,7 @@ class KindFit:
     valid: int
     recognized: int  # valid rows, and others with the columns of a form
     unused: float  # columns that are not used: the median over rows
-    is_incomplete: bool  # most rows lack columns of their form, or are a plain text although others are usual
+    is_certain: bool  # most rows have all columns of their form under usual names
     form: str  # the form of the first valid row
     problem: str | None  # what is wrong with the first invalid row
 
@@ -45,7 +45,7 @@ class KindFit:
     def quality(self) -> tuple[float, bool, int]:
         """What tasks are compared by; less is better."""
         counted = max(0, self.rows - self.valid - FORGIVEN_ROWS)
-        return self.unused, self.is_incomplete, round(INVALID_STEPS * counted / max(1, self.rows))
+        return self.unused, not self.is_certain, round(INVALID_STEPS * counted / max(1, self.rows))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def fit_of(kind: str, sample: Iterable[SourceRow], columns: Columns) -> KindFit:
         len(valid),
         sum(fit.form is not None for fit in fits),
         median([fit.unused for fit in fits] or [0]),
-        2 * sum(fit.is_incomplete for fit in valid) > len(valid),
+        2 * sum(fit.is_incomplete for fit in valid) <= len(valid),
         next((fit.form for fit in valid if fit.form), ""),
         next((fit.problem for fit in fits if fit.problem is not None), None),
     )
@@ -91,7 +91,7 @@ def _row_fit(forms: Forms[Any], row: SourceRow, columns: Columns) -> _RowFit | N
         )
         return _RowFit(None if problem else "", len(given) or 1 if problem else 0, False, problem)
     unused = {*form.unused_parts(named.value, columns)}
-    used = [name for name, value in named.value.items() if not is_empty(value) and str(name) not in unused]
+    used = [name for name, value in named.value.items() if not is_missing(value) and str(name) not in unused]
     # Forms that take any row also take a plain text, although others are their usual rows.
     is_plain = forms is not FORMS["texts"] and (len(used) < len(form.keys) or form.keys == _TEXT)
     return _RowFit(form.name, sum(not is_id_column(name) for name in unused), is_plain, problem)

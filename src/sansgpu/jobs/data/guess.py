@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -145,8 +145,9 @@ def fitting_tasks(opened: OpenedData, name: str) -> Guess:
             first, columns, problem = opened.first_rows(kind)
             first = [row for row in first if row.problem is None] or first  # all tasks leave out what cannot be parsed
             sample = list(islice(FORMS[kind].single_rows(first), GUESSED_ROWS))
+            note: str | None = None
             if kind == "labeled texts":
-                columns, _ = find_label_columns(partial(iter, sample), columns, name, is_guess=True)
+                columns, note = find_label_columns(partial(iter, sample), columns, name, is_guess=True)
         except UnreachableError:  # every other kind of rows would wait for the Hub again
             raise
         except ConfigError as error:
@@ -155,7 +156,8 @@ def fitting_tasks(opened: OpenedData, name: str) -> Guess:
         problems += [problem] if problem else []
         seen = sample or seen
         if sample:
-            fits.append(fit_of(kind, sample, columns))
+            fit = fit_of(kind, sample, columns)
+            fits.append(replace(fit, is_certain=fit.is_certain and note is None))
         else:
             has_no_rows |= problem is None
     best = sorted((fit for fit in fits if fit.is_good), key=lambda fit: fit.quality)  # equal ones stay in order
