@@ -122,6 +122,8 @@ def test_classification_reads_the_only_column_beside_the_text(tmp_path: Path) ->
     path = table(tmp_path / "rows.csv", "text,number", [[f"Some words {n}", n] for n in range(6)])
     found = looked(path, task="classify")
     assert (found.splits[0].usable, found.notes) == (6, (f"{path}: label = column number (data.label_column)",))
+    path = table(tmp_path / "pairs.csv", "text,text_pair,number", [[f"Some {n}", f"more {n}", n] for n in range(6)])
+    assert looked(path, task="classify").splits[0].forms == {"text + text_pair + number": 6}
     path = table(tmp_path / "more.csv", "text,number,place", [[f"Some words {n}", n, f"p{n}"] for n in range(6)])
     with pytest.raises(ConfigError, match="has no column label or labels, only text, number, place"):
         looked(path, task="classify")

@@ -16,6 +16,7 @@ from sansgpu.data.forms.form import is_empty
 from sansgpu.data.rows import LABEL_COLUMNS, Column, Row, SourceRow, column_names, find_column, text_column
 from sansgpu.data.tables import Columns
 
+PAIR_COLUMN = "text_pair"
 OTHER_LABEL_COLUMNS = ("category", "class", "intent", "sentiment", "emotion", "topic", "target")
 # Words in the names of columns that describe where a text comes from or how long it is. They are no labels unless a
 # table has no other column beside the text.
@@ -159,9 +160,9 @@ def _only_label(rows: Sequence[Row], columns: Columns, is_guess: bool) -> Column
 def _columns_beside_text(rows: Sequence[Row], columns: Columns) -> list[Any]:
     """Returns the columns beside the text, the second text and ids; none if it is unclear which one has the text."""
     text = main_text(rows[0]) if columns.text is None else find_column(rows[0], columns.text)
-    return [] if text is None else [
-        name for name in _filled_columns(rows) if name not in (text, columns.pair) and not is_id_column(name)
-    ]  # fmt: skip
+    texts = text, find_column(rows[0], columns.pair, (PAIR_COLUMN,))
+    beside = [name for name in _filled_columns(rows) if name not in texts and not is_id_column(name)]
+    return [] if text is None else beside
 
 
 def _filled_columns(rows: Sequence[Row]) -> list[Any]:
