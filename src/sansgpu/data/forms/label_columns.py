@@ -205,7 +205,7 @@ def propose_label_columns(rows: Sequence[Row]) -> tuple[Column | None, Column] |
     if not rows:
         return None
     usual, found = _usual_label(rows[0]), label_like_columns(rows) or _columns_beside_text(rows, Columns())
-    labels = [usual] if usual in found else found
+    labels: list[Any] = [usual] if usual in found else found
     if len(labels) != 1 or not _are_labels(labels[0], rows):
         return None
     others = {name: value for name, value in rows[0].items() if name != labels[0]}
