@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,15 @@ _NUMPY_LIST = re.compile(rf"\[\s*(?:{_ITEM.pattern})(?:\s+(?:{_ITEM.pattern}))+\
 def with_point(text: str) -> str:
     """Returns a number with a decimal comma with a point instead; other texts unchanged."""
     return text.replace(",", ".") if DECIMAL_COMMA.fullmatch(text) else text
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns a number, which may be a text with a decimal point or comma; None for other values."""
+    try:
+        number = float(with_point(value.strip()) if isinstance(value, str) else value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and not isinstance(value, bool) else None
 
 
 def parsed_cell(value: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sansgpu.data.forms.form import Form, Forms, any_row, by_layout, unused_columns
-from sansgpu.data.forms.label_columns import NO_FLAG, flag, flag_columns, is_id_column, main_text
+from sansgpu.data.forms.label_columns import NO_FLAG, PAIR_COLUMN, flag, flag_columns, is_id_column, main_text
 from sansgpu.data.forms.pairs import PAIR_COLUMNS
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
@@ -30,7 +30,6 @@ from sansgpu.data.rows import (
 )
 from sansgpu.data.tables import Columns, first_lines_of_data
 
-PAIR_COLUMN = "text_pair"
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d*)\.0+")  # as pandas writes whole numbers in a column with empty cells
 
 

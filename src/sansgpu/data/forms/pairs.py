@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from sansgpu.data.forms.anchors import (
     single_positives,
     texts_in,
 )
-from sansgpu.data.forms.cells import with_point
+from sansgpu.data.forms.cells import finite_number
 from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import (
@@ -158,7 +157,7 @@ def _scored(row: SourceRow, columns: Columns) -> TextRow:
     word = str(int(value)) if isinstance(value, bool) else str(value if value is not None else "").strip()
     if not word:
         raise row.error(f"it has no {score}")
-    return TextRow(row.where, texts, score=_finite(word), pair_label=row.valid_text(word, str(score)))
+    return TextRow(row.where, texts, score=finite_number(word), pair_label=row.valid_text(word, str(score)))
 
 
 def _unused_of_scored(row: Row, columns: Columns) -> Iterator[str]:
@@ -211,18 +210,10 @@ def _label(row: SourceRow, column: Column) -> str:
 def _score(row: SourceRow, value: Any) -> float:
     if value is None or value == "":
         raise row.error("it has no score")
-    score = None if isinstance(value, bool) else _finite(value)
+    score = finite_number(value)
     if score is None:
         raise row.error(f"its score is {value!r} instead of a finite number")
     return score
-
-
-def _finite(value: Any) -> float | None:
-    try:
-        number = float(with_point(value.strip()) if isinstance(value, str) else value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:

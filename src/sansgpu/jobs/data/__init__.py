@@ -31,13 +31,13 @@ from sansgpu.data.preview.facts import (
 )
 from sansgpu.data.preview.look import DataLook, LabelLook, LengthLook, RowExample, ScoreLook
 from sansgpu.data.preview.row_types import parts_of
-from sansgpu.data.rows import BadRowError, SourceRow, is_text
+from sansgpu.data.rows import ROW_REMEDY, BadRowError, SourceRow, is_text
 from sansgpu.data.sources import Source, local_files
 from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
 from sansgpu.jobs.data.decisions import decide
-from sansgpu.jobs.data.guess import OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
+from sansgpu.jobs.data.guess import Guess, OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
 from sansgpu.tasks.classify.label_values import LabelCells, number_of
 from sansgpu.tasks.classify.labels import Labels, find_labels
 from sansgpu.tasks.classify.settings import WeightedDataConfig
@@ -85,11 +85,12 @@ def look(request: DataRequest, progress: ReportProgress) -> DataLook:
     if request.write is not None:
         require_new_file(request.write, request.data)
     progress("reading rows", 0, 0)
-    fits = [TaskFit(request.task, "")] if request.task else _fits(request)
-    config = _config(request, fits[0].task)
+    guess = Guess([TaskFit(request.task, "")], []) if request.task else _guess(request)
+    config = _config(request, guess.tasks[0].task)
     found = _Look(config, request, progress).found()
-    others = {fit.task: fit.form for fit in fits[1:]}
-    return replace(found, task_is_guessed=request.task is None, other_tasks=others)
+    others = {fit.task: fit.form for fit in guess.tasks[1:]}
+    notes = (*found.notes, *guess.notes)
+    return replace(found, task_is_guessed=request.task is None, other_tasks=others, notes=notes)
 
 
 def require_new_file(path: Path, data: str) -> None:
@@ -125,10 +126,10 @@ def look_briefly(config: Config) -> DataLook | None:
 
 def guess_tasks(data: str) -> list[TaskFit]:
     """Returns the tasks that use most of a dataset's columns, the best first. Raises ConfigError if there are none."""
-    return _fits(DataRequest(data))
+    return _guess(DataRequest(data)).tasks
 
 
-def _fits(request: DataRequest) -> list[TaskFit]:
+def _guess(request: DataRequest) -> Guess:
     return fitting_tasks(OpenedData(_data_settings(request)), request.data)
 
 
@@ -258,6 +259,12 @@ class _Look:
         """Raises ConfigError if there is nothing to show, or not the requested row."""
         if not train.rows:
             raise ConfigError(train.problem or f"{self._sources.train.name} has no rows; add some.")
+        if not train.forms and len(train.reasons) == 1 and not self._brief:
+            (reason,) = train.reasons.values()
+            raise ConfigError(
+                f"{self._sources.train.name}: no row is usable for task {self._config.task}: "
+                f"{reason.first.removesuffix(ROW_REMEDY).removesuffix('.')}."
+            )
         row = self._request.row
         if row is not None and not self._examples:
             raise ConfigError(

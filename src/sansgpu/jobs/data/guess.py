@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from sansgpu.config import ConfigError, UnreachableError
 from sansgpu.config.data import DataConfig
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, truncate
 from sansgpu.data.files import read_rows
 from sansgpu.data.formats.names import TEXT_SUFFIXES, file_form
-from sansgpu.data.forms.form import Form, Forms, resolve_columns
+from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.graphs import FACT_KEYS, has_bare_triples
+from sansgpu.data.forms.label_columns import find_label_columns, is_id_column, propose_label_columns
 from sansgpu.data.forms.registry import FORMS
-from sansgpu.data.rows import BadRowError, SourceRow, column_names
+from sansgpu.data.rows import ROW_REMEDY, BadRowError, Column, SourceRow, column_names
 from sansgpu.data.sources import Source, Sources, open_sources
 from sansgpu.data.tables import Columns
+from sansgpu.jobs.data.fit import KindFit, fit_of
 from sansgpu.tasks.configuration import SCHEMA
 
 GUESSED_ROWS = 50  # rows that are read to guess the task
-MIN_VALID = 0.5  # share of them that must be valid rows of a task
 # If rows are as good for several kinds of rows, the first is taken. Nearly every row is a text, so that comes late.
 ORDER = (
     "preferences", "questions", "tagged texts", "conversations", "labeled texts", "text groups", "prompts", "texts",
     "graphs",
 )  # fmt: skip
-_NAMES_OF_ROWS = {"id", "_id", "idx", "uuid"}  # columns that no task needs to use
-_TEXT = ("text",)
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class TaskFit:
 
     task: str
     form: str
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Tasks that can learn from the rows, the best first, and messages about tasks that nearly can."""
+
+    tasks: list[TaskFit]
+    notes: list[str]
 
 
 class OpenedData:
@@ -126,17 +134,20 @@ def _documents(source: Source) -> Iterator[SourceRow]:
             texts, number = [], number + 1
 
 
-def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
+def fitting_tasks(opened: OpenedData, name: str) -> Guess:
     """Returns the tasks that use most of the columns, the best first. Raises ConfigError if no task reads the rows."""
-    found: list[tuple[tuple[Any, ...], list[TaskFit]]] = []
+    fits = list[KindFit]()
     problems: list[ConfigError] = []
     seen: list[SourceRow] = []
     has_no_rows = False
-    closest: tuple[str, _Fit] | None = None  # the kind of rows of which most are valid, if none has enough
-    for place, kind in enumerate((*ORDER, *(kind for kind in FORMS if kind not in ORDER))):
+    for kind in (*ORDER, *(kind for kind in FORMS if kind not in ORDER)):
         try:
             first, columns, problem = opened.first_rows(kind)
+            first = [row for row in first if row.problem is None] or first  # all tasks leave out what cannot be parsed
             sample = list(islice(FORMS[kind].single_rows(first), GUESSED_ROWS))
+            note: str | None = None
+            if kind == "labeled texts":
+                columns, note = find_label_columns(partial(iter, sample), columns, name, is_guess=True)
         except UnreachableError:  # every other kind of rows would wait for the Hub again
             raise
         except ConfigError as error:
@@ -144,87 +155,73 @@ def fitting_tasks(opened: OpenedData, name: str) -> list[TaskFit]:
             continue
         problems += [problem] if problem else []
         seen = sample or seen
-        if not sample:
+        if sample:
+            fit = fit_of(kind, sample, columns)
+            fits.append(replace(fit, is_certain=fit.is_certain and note is None))
+        else:
             has_no_rows |= problem is None
-            continue
-        fit = _fit(FORMS[kind], sample, columns)
-        if fit.is_good:
-            found.append(((*fit.quality, place), [TaskFit(task, fit.form) for task in _tasks_of(kind)]))
-        elif fit.valid and (closest is None or fit.valid > closest[1].valid):
-            closest = kind, fit
-    if not found and not seen and has_no_rows:
+    best = sorted((fit for fit in fits if fit.is_good), key=lambda fit: fit.quality)  # equal ones stay in order
+    nearly = [fit for fit in fits if fit.is_nearly_good and not (best and fit.unused >= best[0].unused)]
+    if not best and not seen and has_no_rows:
         raise ConfigError(f"{name} has no rows; add some.")
-    if not found:
-        raise _nothing_fits(name, seen, problems, closest)
-    found.sort(key=lambda one: one[0])
-    fewest_unused = found[0][0][0]
-    return [fit for quality, fits in found if quality[0] == fewest_unused for fit in fits]
+    partly = [fit for fit in (nearly if best else fits) if fit.valid and not fit.is_good]
+    if partly:
+        fit = max(partly, key=lambda fit: fit.valid)
+        raise ConfigError(
+            f"{name} fits task {_tasks_of(fit.kind)[0]} best, but only {fit.valid:,} of the first "
+            f"{counted(fit.rows, 'row')} are valid for it; fix the others, or choose a task with --task: {fit.problem}"
+        )
+    if not best:
+        raise _nothing_fits(name, seen, problems, nearly)
+    chosen = [fit for fit in best if fit.unused == best[0].unused]
+    tasks = [TaskFit(task, fit.form) for fit in chosen for task in _tasks_of(fit.kind)]
+    return Guess(tasks, _notes(tasks, seen, nearly))
 
 
 def _tasks_of(kind: str) -> list[str]:
     return [task for task, settings in SCHEMA.tasks.tasks.items() if settings.rows == kind]
 
 
-class _Fit(NamedTuple):
-    """How well forms fit rows, with less for better in `quality`, and the form of the first valid row.
-
-    The quality is measured by the columns that are not used, then by columns of the form that are missing, then by
-    invalid rows.
-    """
-
-    rows: int
-    valid: int
-    quality: tuple[float, float, float]
-    form: str
-    problem: str | None  # what is wrong with the first invalid row
-
-    @property
-    def is_good(self) -> bool:
-        return self.valid >= max(1, MIN_VALID * self.rows)
+def _notes(tasks: list[TaskFit], sample: list[SourceRow], nearly: list[KindFit]) -> list[str]:
+    """Returns messages about tasks that would read the rows with other settings or without their mistakes."""
+    if nearly:
+        reason = str(nearly[0].problem).removesuffix(ROW_REMEDY)
+        return [f"the columns fit task {_tasks_of(nearly[0].kind)[0]} better, but no row is valid for it: {reason}"]
+    rows = [row.value for row in sample if isinstance(row.value, dict)]
+    proposed = propose_label_columns(rows) if "classify" not in (fit.task for fit in tasks) else None
+    return [f"if the rows are texts with labels, add {_classify_with(*proposed)}"] if proposed else []
 
 
-def _fit(forms: Forms[Any], sample: list[SourceRow], columns: Columns) -> _Fit:
-    unused, missing, valid, name = 0, 0, 0, ""
-    problem: str | None = None
-    for row in sample:
-        try:
-            forms.read(row, columns)
-        except BadRowError as error:
-            problem = problem or str(error)
-            continue
-        valid += 1
-        if (form := forms.form_of(row.value, columns)) is not None and isinstance(row.value, dict):
-            named = row._replace(value=forms.with_usual_names(row.value, columns))
-            unused += len({*form.unused_parts(named.value, columns)} - _NAMES_OF_ROWS)
-            missing += _is_incomplete(form, named, forms)
-            name = name or form.name
-    share = max(1, valid)
-    return _Fit(
-        len(sample), valid, (round(unused / share, 1), round(missing / share, 1), -valid / len(sample)), name, problem
-    )
-
-
-def _is_incomplete(form: Form[Any], row: SourceRow, forms: Forms[Any]) -> bool:
-    """Returns whether a form took a row that lacks its columns, or a plain text although others are its usual rows."""
-    lacks = any(row.value.get(key) is None for key in form.keys)
-    return forms is not FORMS["texts"] and (lacks or form.keys == _TEXT)
+def _classify_with(text: Column | None, label: Column) -> str:
+    """Returns the options for task classify with columns of unusual names."""
+    columns = {"text_column": text, "label_column": label}
+    set_columns = (f" --set {shlex.quote(f'data.{key}={name}')}" for key, name in columns.items() if name is not None)
+    return f"--task classify{''.join(set_columns)}"
 
 
 def _nothing_fits(
-    name: str, sample: list[SourceRow], problems: list[ConfigError], closest: tuple[str, _Fit] | None
+    name: str, sample: list[SourceRow], problems: list[ConfigError], nearly: list[KindFit]
 ) -> ConfigError:
     """Returns the error about rows that no task reads, with the reason that helps most."""
-    if closest is not None:
-        kind, fit = closest
+    if nearly:
         return ConfigError(
-            f"{name}: only {fit.valid:,} of the first {counted(fit.rows, 'row')} are valid for a task; as "
-            f"{_tasks_of(kind)[0]}: {fit.problem}"
+            f"{name}: the rows have the columns of task {_tasks_of(nearly[0].kind)[0]}, but none of the first "
+            f"{counted(nearly[0].rows, 'row')} is valid for it: {nearly[0].problem}"
         )
-    first = next((row.value for row in sample if isinstance(row.value, dict)), None)
-    if first is not None:
+    rows = [row.value for row in sample if isinstance(row.value, dict)]
+    if rows:
+        proposed = propose_label_columns(rows)
+        texts = [column for column, value in rows[0].items() if isinstance(value, str) and not is_id_column(column)]
+        ways = ["choose one with --task to see what its rows lack"]
+        if len(texts) == 2 and proposed is None:
+            ways.append(
+                f"rename {truncate(str(texts[0]))} to prompt and {truncate(str(texts[1]))} to completion for task "
+                "sft if they are questions with answers"
+            )
+        labels = _classify_with(*(proposed or ("NAME", "NAME")))
+        ways.append(f"add {labels} if they are texts with labels")
         return ConfigError(
-            f"{name}: no task reads rows with {column_names(first)}; choose one with --task to see what its rows lack, "
-            "or name the columns with --set data.text_column=NAME and --set data.label_column=NAME."
+            f"{name}: no task reads rows with {column_names(rows[0])}; {', '.join(ways[:-1])}, or {ways[-1]}."
         )
     if problems:
         return problems[0]

@@ -14,6 +14,7 @@ from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.formats.names import TABLES, file_form
 from sansgpu.data.formats.opening import is_compressed
+from sansgpu.data.forms.label_columns import find_label_columns
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row
 from sansgpu.data.preview.example import text_in
@@ -69,6 +70,8 @@ def sample_rows(config: Config, progress: ReportProgress) -> DataSample:
     beginning = _Beginning(rows_of(source, kind, Columns.of(data)), _has_names(source))
     counts, text_bytes, values, every = Counter[str](), 0, list[tuple[int, Any]](), 1
     forms, columns = FORMS[kind], Columns.of(data)
+    if kind == "labeled texts":
+        columns, _ = find_label_columns(source.rows, columns, source.name)
     for number, row in enumerate(forms.single_rows(beginning)):
         try:
             typed = forms.read(row, columns)
