@@ -12,6 +12,7 @@ from sansgpu.config.data import DataConfig
 from sansgpu.data.forms.answers import ANSWER_COLUMNS
 from sansgpu.data.forms.chat_columns import (
     CONTEXT_COLUMNS,
+    MEDIA_COLUMNS,
     SYSTEM_COLUMNS,
     TOOLS_COLUMNS,
     Tools,
@@ -342,7 +343,7 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
       for pair in PAIRS if pair != ("instruction", "output")),
     Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),
     *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
-), list_row=_row_of_turns)  # fmt: skip
+), list_row=_row_of_turns, other_names=MEDIA_COLUMNS)  # fmt: skip
 
 
 def _build_prompt(row: SourceRow, values: Any, column: str, columns: Columns) -> Prompt:
@@ -396,4 +397,4 @@ PROMPTS = Forms("prompt, messages or text", (
                 (*ANSWER_COLUMNS, "history")) for column in INSTRUCTION_COLUMNS),
     *(turns_form(column, _prompt_in(column), {column: [_QUESTION]}, optional=ANSWER_COLUMNS)
       for column in TURN_COLUMNS[1:]),
-), list_row=_row_of_turns)  # fmt: skip
+), list_row=_row_of_turns, other_names=MEDIA_COLUMNS)  # fmt: skip
