@@ -56,7 +56,12 @@ def _task(look: DataLook) -> str:
 
 def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
     first = "" if split.is_whole else "the first "
-    yield "rows", f"{first}{split.rows:,} in {split.name}"
+    made = split.is_whole and split.source_rows != split.rows
+    yield (
+        "rows",
+        f"{first}{split.rows:,} in {split.name}"
+        + (f", made of {counted(split.source_rows, 'row')} of its files" if made else ""),
+    )
     if split.forms:
         yield "form", _listed(split.forms)
         yield "used", _listed(split.used) or "nothing"

@@ -87,7 +87,8 @@ def test_names_of_columns_may_have_capitals(change: Callable[[str], str]) -> Non
     for kind, row in rows_of_all_kinds():
         given, other = found(kind, row), found(kind, {change(name): value for name, value in row.items()})
         are_equal = given == other if isinstance(given, str) else all(map(same_content, given, other))
-        assert type(given) is type(other) and are_equal, (kind, row)
+        assert type(given) is type(other), (kind, row)
+        assert are_equal, (kind, row)
 
 
 def test_every_form_is_read_by_a_task_and_every_task_reads_one() -> None:
