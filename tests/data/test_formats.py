@@ -282,6 +282,14 @@ def test_spreadsheets_are_read(tmp_path: Path) -> None:
             read(written(tmp_path / "c.xlsx", damaged))
 
 
+def test_a_title_of_a_spreadsheet_is_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("python_calamine")
+    path = spreadsheet(tmp_path / "a.xlsx", [["Reviews of May"], [], ["Text", "Label"], ["fine", "good"]])
+    assert read(path) == [{"Text": "fine", "Label": "good"}]
+    (note,) = file_notes(DataConfig(dataset_name=str(path)), "labeled texts")
+    assert "2 lines above the header left out" in note
+
+
 def test_a_spreadsheet_with_a_distant_cell_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("python_calamine")
     path = spreadsheet(tmp_path / "a.xlsx", [["text"]])

@@ -164,7 +164,7 @@ def _table_lines(path: Path, dialect: Dialect, first: int) -> Iterator[_TableLin
     """Yields the fields of each record. Those in quotes, which may have several lines, are numbered from `first`."""
     line_prefix, row_prefix = f"{path}, line ", f"{path}, row "
     if suffix_of(path) in SPREADSHEETS:
-        for number, cells in enumerate(sheet_rows(path), 1):
+        for number, cells in islice(enumerate(sheet_rows(path), 1), dialect.skipped_lines, None):
             where = f"{row_prefix}{number}"
             yield _TableLine(where, where, cells)
     elif not dialect.has_quotes:
