@@ -173,6 +173,19 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
     assert read(written(tmp_path / "d.json", json.dumps(ROWS[0]).encode())) == ROWS[:1]
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"text": {"0": "a", "2": "b"}, "label": {"0": 1, "2": 0}},
+        {"columns": ["text", "label"], "index": [0, 2], "data": [["a", 1], ["b", 0]]},
+        {"schema": {"fields": []}, "data": [{"text": "a", "label": 1}, {"text": "b", "label": 0}]},
+    ],
+)
+def test_tables_that_pandas_writes_as_json_are_read(table: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path / "a.json", json.dumps(table).encode())
+    assert read(path) == [{"text": "a", "label": 1}, {"text": "b", "label": 0}]
+
+
 SPLITS = {
     "train": ["train.csv", "Train.CSV", "TRAIN.jsonl", "reviews_train.csv", "train-00000-of-00002.parquet",
               "my.train.csv", "reviewsTrain.csv", "data-training.json", "train2.csv", "train.txt.gz"],

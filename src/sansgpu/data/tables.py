@@ -112,6 +112,11 @@ class Columns:
         """The columns that are set, except that of tags."""
         return [column for column in (self.text, self.pair, self.label, *self.labels) if column is not None]
 
+    @cached_property
+    def nested(self) -> tuple[str, ...]:
+        """The columns whose names may be paths into objects, such as `review.body`."""
+        return tuple(name for name in self.all_named if isinstance(name, str) and "." in name)
+
     @property
     def all_named(self) -> tuple[Column | None, ...]:
         """All columns that are set, and None."""

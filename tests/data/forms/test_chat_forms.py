@@ -30,6 +30,9 @@ SAME_TURNS: dict[str, Any] = {
     "lists of keys": {"messages": {"role": ["user", "assistant"], "content": ["a?", "b"]}},
     "turns as text": {"prompt": str([ASKED]), "completion": json.dumps(GIVEN)},
     "keys of roles": {"messages": [{"user": "a?"}, {"assistant": "b"}]},
+    "capitals": {"Messages": [{"Role": "User", "Content": "a?"}, {"ROLE": "assistant", "CONTENT": "b"}]},
+    "an export of Claude": {"chat_messages": [
+        {"sender": "human", "content": "a?"}, {"sender": "assistant", "content": [{"type": "text", "text": "b"}]}]},
     "both in one": {"conversations": [{"human": "a?", "assistant": "b"}]},
     "the answer first": {"conversation": [{"output": "b", "input": "a?"}]},
     "pairs": {"conversations": [["a?", "b"]]},

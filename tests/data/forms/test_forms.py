@@ -14,11 +14,13 @@ import pytest
 from sansgpu.data.files import read_rows
 from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
 from sansgpu.data.forms.form import USUAL, Form
+from sansgpu.data.forms.labels import unlabeled_text
 from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import same_content
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.data.tables import Columns
 from sansgpu.tasks.registry import TASKS
 
 ASKED, GIVEN = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -201,3 +203,23 @@ def test_a_completed_prompt_is_read_as_a_conversation() -> None:
     assert [one.turns or one.text for one in found] == [
         (ASKED, GIVEN), (ASKED, GIVEN), "a?b", (SYSTEM, ASKED, GIVEN),
     ]  # fmt: skip
+
+
+def test_columns_may_be_in_objects() -> None:
+    row = {"id": 1, "review": {"body": "a", "by": {"name": "Ada"}, "stars": "x"}, "a.b": "c"}
+    columns = Columns(text="review.body", label="review.stars")
+    report = RowReport("fail")
+    labeled = FORMS["labeled texts"].read(SourceRow("row", row), columns, report)
+    assert (labeled.text, labeled.label) == ("a", "x")
+    assert {*report.unused} == {"id", "review.by", "a.b"}
+    for kind, names in {
+        "texts": Columns(text="review.by.name"),
+        "labeled texts": Columns(text="review.by.name"),
+    }.items():
+        rows = SourceRow("row", {**row, "label": "y"})
+        found = FORMS[kind].read(rows, names)
+        assert getattr(found, "text", found) == "Ada"
+    assert FORMS["texts"].read(SourceRow("row", row), Columns(text="a.b")) == "c"
+    assert unlabeled_text(SourceRow("row", row), columns).text == "a"
+    with pytest.raises(BadRowError, match=r"no column review\.title, only .*review\.body"):
+        FORMS["texts"].read(SourceRow("row", row), Columns(text="review.title"))
