@@ -76,7 +76,7 @@ def test_answers_of_task_qa_are_quotes(asker: Path, documents: Path, tmp_path: P
         assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", row["context"])
         assert re.match(r"foxes\.html, paragraph \d+, question \d+|notes\.txt:\d+, question \d+", row["id"])
     look = json_of(capsys, "data", output)
-    assert (look["task"], look["splits"][0]["rows"], look["splits"][0]["left_out"]) == ("qa", len(rows), 0)
+    assert (look["task"], look["splits"][0]["rows"], look["splits"][0]["left_out"]) == ("qa", len(rows), [])
     chosen = options({"task": "qa", "model.name_or_path": model_folder("bert"), "data.dataset_name": output})
     assert cli(["train", *chosen, "--dry-run", "--output-dir", str(tmp_path / "run")]) == 0
     assert "exists; choose another name" in refused(capsys, "data", documents, "--ask", asker, "--write", output)
