@@ -356,6 +356,38 @@ def test_what_was_recognized_is_said_in_one_line(tmp_path: Path) -> None:
     assert file_notes(data, "labeled texts") == []
 
 
+@pytest.mark.parametrize(
+    ("name", "title", "header", "row"),
+    [
+        ("a.csv", "Reviews of May\n", "text,label", "fine,good"),
+        ("a.csv", '"Reviews, of May",\n,\n', "Text,Label", "fine,good"),
+        ("a.csv", "Bewertungen\n\n", "text;label", "fine;good"),
+        ("a.tsv", "Reviews\t\n", "text\tlabel", "fine\tgood"),
+        ("a.csv", "sep=;\nReviews of May;\n", "text;label", "fine;good"),
+    ],
+)
+def test_a_title_above_the_header_is_left_out(name: str, title: str, header: str, row: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(f"{title}{header}\n{row}\n" + f"{row}\n")
+    found = [*opened(path).rows()]
+    assert [{name.lower(): value for name, value in one.value.items()} for one in found] == [
+        {"text": "fine", "label": "good"}
+    ] * 2
+    assert "above the header left out" in str(describe_file(path, Columns().format))
+    plain = tmp_path / "plain.csv"
+    plain.write_text("text\nReviews of May\nlabel, text\nfine, good\n")
+    assert next(opened(plain).rows()).value == {"text": "Reviews of May"}
+
+
+@pytest.mark.parametrize(("separator", "said"), [(";", "semicolons"), (",", "commas"), ("|", "bars")])
+def test_a_file_for_tabs_may_have_other_separators(separator: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    lines = [f"text{separator}label", *(f"film {number}{separator}good" for number in range(4))]
+    assert rows(path, "\n".join(lines))[0] == ("film 0", "good")
+    assert str(describe_file(path)).startswith(f"{said}, 2 columns")
+    assert rows(path, "a, b\nc, d\ne, f\n") == [("c, d",), ("e, f",)], "commas of a text"
+
+
 def test_plain_tables_are_read_as_before(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('id,text\n1\n\n2,"three, four"\n', newline="")

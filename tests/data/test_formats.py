@@ -173,6 +173,19 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
     assert read(written(tmp_path / "d.json", json.dumps(ROWS[0]).encode())) == ROWS[:1]
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"text": {"0": "a", "2": "b"}, "label": {"0": 1, "2": 0}},
+        {"columns": ["text", "label"], "index": [0, 2], "data": [["a", 1], ["b", 0]]},
+        {"schema": {"fields": []}, "data": [{"text": "a", "label": 1}, {"text": "b", "label": 0}]},
+    ],
+)
+def test_tables_that_pandas_writes_as_json_are_read(table: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path / "a.json", json.dumps(table).encode())
+    assert read(path) == [{"text": "a", "label": 1}, {"text": "b", "label": 0}]
+
+
 SPLITS = {
     "train": ["train.csv", "Train.CSV", "TRAIN.jsonl", "reviews_train.csv", "train-00000-of-00002.parquet",
               "my.train.csv", "reviewsTrain.csv", "data-training.json", "train2.csv", "train.txt.gz"],
@@ -280,6 +293,14 @@ def test_spreadsheets_are_read(tmp_path: Path) -> None:
     for damaged in (b"rubbish", content[: len(content) // 2], content.replace(b"sheet1", b"sheet9")):
         with pytest.raises(ConfigError, match=r"c\.xlsx cannot be read as a spreadsheet"):
             read(written(tmp_path / "c.xlsx", damaged))
+
+
+def test_a_title_of_a_spreadsheet_is_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("python_calamine")
+    path = spreadsheet(tmp_path / "a.xlsx", [["Reviews of May"], [], ["Text", "Label"], ["fine", "good"]])
+    assert read(path) == [{"Text": "fine", "Label": "good"}]
+    (note,) = file_notes(DataConfig(dataset_name=str(path)), "labeled texts")
+    assert "2 lines above the header left out" in note
 
 
 def test_a_spreadsheet_with_a_distant_cell_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_words_with_tags_are_recognized(tmp_path: Path, name: str) -> None:
                 resolve_columns(data, TAGGED)
 
 
+def test_a_table_without_a_header_may_be_beside_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text(FILMS)
+    (tmp_path / "README.md").write_text("Films.\n")
+    found, clause = resolve_columns(DataConfig(dataset_name=str(tmp_path)), LABELED)
+    assert (found.text_column, found.label_column) == (0, 1)
+    assert clause is not None
+    (tmp_path / "b.jsonl").write_text('{"text": "a film", "label": "pos"}\n')
+    with pytest.raises(ConfigError, match="if no file has a header"):
+        resolve_columns(DataConfig(dataset_name=str(tmp_path)), LABELED)
+
+
 TRIPLES = "01\t_part\t02\n01\t_part\t03\n"
 
 

@@ -15,9 +15,13 @@ from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row, same_content
 from sansgpu.data.preview.example import ExamplePart, learned_length, text_in
 from sansgpu.data.preview.facts import SplitFacts, length_bins, repetition, scripts_of
+from sansgpu.data.preview.look import DataLook
 from sansgpu.data.preview.row_types import parts_of
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.tables import Columns
+from sansgpu.events.progress import ignore_progress
+from sansgpu.jobs.data import DataRequest, look
+from sansgpu.views.data_look import look_lines
 
 WHERE = "rows.jsonl, line 1"
 
@@ -175,3 +179,36 @@ def test_looking_needs_no_torch(tmp_path: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "0 set()"
+
+
+def look_at(path: Path, text: str) -> DataLook:
+    path.write_text(text)
+    return look(DataRequest(str(path)), ignore_progress)
+
+
+def test_rows_of_files_are_counted_before_those_that_hold_several_are_split(tmp_path: Path) -> None:
+    lines = '{"query": "a", "pos": ["b", "c"], "neg": ["d"]}\n{"query": "e", "pos": ["f"], "neg": ["g"]}\n'
+    found = look_at(tmp_path / "rows.jsonl", lines)
+    assert (found.splits[0].rows, found.splits[0].source_rows) == (3, 2)
+    assert any(line.endswith(", made of 2 rows of its files") for line in look_lines(found))
+    found = look_at(tmp_path / "texts.jsonl", '{"text": "a"}\n{"text": "b"}\n')
+    assert not any("made of" in line for line in look_lines(found))
+
+
+def test_a_row_without_a_text_is_left_out_and_not_written(tmp_path: Path) -> None:
+    path, written = tmp_path / "rows.csv", tmp_path / "written.jsonl"
+    path.write_text("id,text\n1,one\n2,\n3,three\n")
+    found = look(DataRequest(str(path), "pretrain", write=written), ignore_progress).splits[0]
+    assert (found.rows, found.usable, found.bad_rows) == (3, 2, 0)
+    assert written.read_text() == '{"text": "one"}\n{"text": "three"}\n'
+
+
+@pytest.mark.parametrize(
+    "row", ['{{"text": "a {n}", "label": "{label}"}}', '{{"text": "Ada {n}", "spans": [[0, 3, "{label}"]]}}']
+)
+def test_labels_that_differ_only_in_case_are_named(row: str, tmp_path: Path) -> None:
+    labels = ["Spam", "spam", "ham", "Spam"]
+    lines = "".join(row.format(n=n, label=label) + "\n" for n, label in enumerate(labels))
+    found = look_at(tmp_path / "rows.jsonl", lines).labels
+    assert found is not None
+    assert "'Spam', 'spam'; make them equal" in str(found.note)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.jobs.init.hours import round_time
+from sansgpu.jobs.init.answers import InitAnswers
+from sansgpu.jobs.init.hours import propose_time, round_time
 from sansgpu.jobs.init.sample import MAX_ROWS, reading_config, sample_rows
 from sansgpu.planning.resolve import ignore_message
 from sansgpu.tasks.configuration import load_config
@@ -98,3 +99,11 @@ def test_the_rows_of_a_large_file_are_estimated(suffix: str) -> None:
 )
 def test_times_are_rounded_up(seconds: float, time: str, hours: float) -> None:
     assert round_time(seconds) == (time, pytest.approx(hours))
+
+
+def test_progress_names_the_data_of_the_user(tmp_path: Path) -> None:
+    rows, shown = chat_rows(tmp_path / "rows.jsonl"), list[str]()
+    answers = InitAnswers(str(rows), "sft", 1.0, str(model_folder("qwen2")))
+    propose_time(answers, lambda doing, *_: shown.append(doing))
+    assert f"reading {rows}" in shown
+    assert not [doing for doing in shown if "sansgpu-init" in doing]

@@ -235,9 +235,32 @@ def _json_rows(path: Path, encoding: str) -> Iterator[SourceRow]:
             f"{path} is too large for a single JSON value; convert it to .jsonl with one object per line."
         )
     value = _parse_json(text, str(path))
-    if isinstance(value, dict) and isinstance(value.get("data"), list):
-        value = value["data"]
-    yield from _numbered(path, value if isinstance(value, list) else [value])
+    yield from _numbered(path, _rows_of_json(value))
+
+
+def _rows_of_json(value: Any) -> list[Any]:
+    """Returns the rows of a .json file: a list of them, as `data` of an object, or a table as pandas writes it."""
+    match value:
+        case list():
+            return value
+        case {"columns": list(names), "data": list(rows)} if all(isinstance(row, list) for row in rows):
+            return [dict(zip(names, row, strict=False)) for row in rows]
+        case {"data": list(rows)}:
+            return rows
+        case dict() if value and _has_numbered_cells(value):
+            cells = zip(*(column.values() for column in value.values()), strict=True)
+            return [dict(zip(value, row, strict=True)) for row in cells]
+    return [value]
+
+
+def _has_numbered_cells(columns: dict[str, Any]) -> bool:
+    """Returns whether each column is an object with the same row numbers, as in {"text": {"0": "a", "1": "b"}}."""
+    first = next(iter(columns.values()))
+    numbers = [*first] if isinstance(first, dict) else []
+    return bool(numbers) and all(
+        isinstance(column, dict) and [*column] == numbers and all(number.isdecimal() for number in numbers)
+        for column in columns.values()
+    )
 
 
 def _numbered(path: Path, values: Iterable[Any]) -> Iterator[SourceRow]:

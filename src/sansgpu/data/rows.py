@@ -187,6 +187,24 @@ def find_column(row: Mapping[Any, Any], chosen: Column | None, usual: Iterable[C
     return next((folded[name] for name in names if name in folded), None)
 
 
+def with_nested(row: Row, names: Iterable[str]) -> Row:
+    """Returns a row in which columns with names such as `review.body` exist: the keys of the objects that hold them.
+
+    A column of the row that has such a name itself is taken as it is.
+    """
+    for name in names:
+        while name not in row and (outer := _outer_column(row, name)) is not None:
+            others = {key: value for key, value in row.items() if key != outer}
+            row = others | {f"{outer}.{key}": value for key, value in row[outer].items()}
+    return row
+
+
+def _outer_column(row: Row, name: str) -> str | None:
+    """Returns the column with an object that may hold a column named `name`, or None."""
+    objects = (key for key, value in row.items() if isinstance(key, str) and isinstance(value, dict) and value)
+    return next((key for key in objects if name.startswith(f"{key}.")), None)
+
+
 def missing_column(row: Mapping[Any, Any], column: Column, key: str, where: str) -> BadRowError:
     """Returns the error for a row without a column, which config key `key` selects."""
     return BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
@@ -240,6 +258,7 @@ def text_column(row: Row, column: Column | None) -> Any:
 
 def row_text(row: Row, column: Column | None, where: str) -> str:
     """Returns the text of a row from its `text_column`. Raises BadRowError if it has none."""
+    row = with_nested(row, (column,)) if isinstance(column, str) and "." in column else row
     if column is None:
         found = _text_columns(row) or _string_columns(row)
         advice = None

@@ -112,6 +112,11 @@ class Columns:
         """The columns that are set, except that of tags."""
         return [column for column in (self.text, self.pair, self.label, *self.labels) if column is not None]
 
+    @cached_property
+    def nested(self) -> tuple[str, ...]:
+        """The columns whose names may be paths into objects, such as `review.body`."""
+        return tuple(name for name in self.all_named if isinstance(name, str) and "." in name)
+
     @property
     def all_named(self) -> tuple[Column | None, ...]:
         """All columns that are set, and None."""
@@ -164,7 +169,7 @@ def _table_lines(path: Path, dialect: Dialect, first: int) -> Iterator[_TableLin
     """Yields the fields of each record. Those in quotes, which may have several lines, are numbered from `first`."""
     line_prefix, row_prefix = f"{path}, line ", f"{path}, row "
     if suffix_of(path) in SPREADSHEETS:
-        for number, cells in enumerate(sheet_rows(path), 1):
+        for number, cells in islice(enumerate(sheet_rows(path), 1), dialect.skipped_lines, None):
             where = f"{row_prefix}{number}"
             yield _TableLine(where, where, cells)
     elif not dialect.has_quotes:

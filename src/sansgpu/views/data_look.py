@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +13,6 @@ from sansgpu.config.wording import counted, truncate
 from sansgpu.data.preview.example import ExamplePart, TextSegment
 from sansgpu.data.preview.look import DataLook, LengthLook, Repetition, RowExample, SplitLook
 from sansgpu.views.page import page
-from sansgpu.views.plots import Plot, Series
 from sansgpu.views.tables import grid, percent
 
 BAR_WIDTH = 30  # characters of the longest bar of a histogram
@@ -56,7 +56,12 @@ def _task(look: DataLook) -> str:
 
 def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
     first = "" if split.is_whole else "the first "
-    yield "rows", f"{first}{split.rows:,} in {split.name}"
+    made = split.is_whole and split.source_rows != split.rows
+    yield (
+        "rows",
+        f"{first}{split.rows:,} in {split.name}"
+        + (f", made of {counted(split.source_rows, 'row')} of its files" if made else ""),
+    )
     if split.forms:
         yield "form", _listed(split.forms)
         yield "used", _listed(split.used) or "nothing"
@@ -224,25 +229,34 @@ def _shortened(part: ExamplePart) -> ExamplePart:
     return replace(part, segments=tuple(kept))
 
 
+class _Bars(NamedTuple):
+    """A chart of horizontal bars. Each has a name, a number, and its share of the longest bar in percent."""
+
+    title: str
+    bars: list[tuple[str, int, float]]
+    note: str = ""
+
+
 def look_page(look: DataLook) -> str:
-    """Renders a page with the facts, the distributions and the examples."""
+    """Renders a page with the facts, the distributions and the examples. It is small, so that it can be mailed."""
     facts = [(name, text.splitlines()) for name, text in facts_of(look) if name != "lengths"]
     lengths = [] if look.lengths is None else [("lengths", [_lengths(replace(look.lengths, bins=((1, 1),)))])]
     for name, text in lengths:
         facts.append((name, [line for line in text[0].splitlines() if "█" not in line]))
     examples = [(_place(example), example, [_heading(part) for part in example.parts]) for example in look.examples]
-    return page("data.html", _plots(look), title=look.data, facts=facts, examples=examples)
+    return page("data.html", (), title=look.data, facts=facts, examples=examples, charts=[*_charts(look)])
 
 
-def _plots(look: DataLook) -> list[Plot]:
-    plots = []
+def _charts(look: DataLook) -> Iterator[_Bars]:
     if (lengths := look.lengths) is not None:
-        names = [f"up to {limit:,}" for limit, _ in lengths.bins]
-        series = Series("", names, [count for _, count in lengths.bins])
+        counts = [(f"up to {limit:,}", count) for limit, count in lengths.bins]
         note = "" if lengths.max_length is None else f"data.max_length is {lengths.max_length:,}"
-        plots.append(Plot("lengths", "Lengths", lengths.unit, "texts", [series], "bars", note))
+        yield _Bars(f"Texts by length in {lengths.unit}", _bars(counts), note)
     if look.labels is not None and look.labels.mapping:
-        chosen = look.labels.mapping[:MAX_PAGE_LABELS]
-        series = Series("", [name for name, _ in chosen], [count for _, count in chosen], color=1)
-        plots.append(Plot("labels", "Labels", "label", look.labels.counted, [series], "bars"))
-    return plots
+        counts = [*look.labels.mapping[:MAX_PAGE_LABELS]]
+        yield _Bars(f"{look.labels.counted.capitalize()} by label", _bars(counts))
+
+
+def _bars(counts: Sequence[tuple[str, int]]) -> list[tuple[str, int, float]]:
+    most = max(1, *(count for _, count in counts))
+    return [(name, count, round(100 * count / most, 1)) for name, count in counts]

@@ -30,6 +30,9 @@ SAME_TURNS: dict[str, Any] = {
     "lists of keys": {"messages": {"role": ["user", "assistant"], "content": ["a?", "b"]}},
     "turns as text": {"prompt": str([ASKED]), "completion": json.dumps(GIVEN)},
     "keys of roles": {"messages": [{"user": "a?"}, {"assistant": "b"}]},
+    "capitals": {"Messages": [{"Role": "User", "Content": "a?"}, {"ROLE": "assistant", "CONTENT": "b"}]},
+    "an export of Claude": {"chat_messages": [
+        {"sender": "human", "content": "a?"}, {"sender": "assistant", "content": [{"type": "text", "text": "b"}]}]},
     "both in one": {"conversations": [{"human": "a?", "assistant": "b"}]},
     "the answer first": {"conversation": [{"output": "b", "input": "a?"}]},
     "pairs": {"conversations": [["a?", "b"]]},
@@ -340,3 +343,30 @@ def test_a_chat_of_glaive_has_turns_calls_and_tools() -> None:
         read({"chat": "USER: a?\n\nASSISTANT: <functioncall> {"})
     with pytest.raises(BadRowError, match="has functions in its system message that are not valid JSON"):
         read({"system": "SYSTEM: x -\n{", "chat": chat})
+
+
+def _node(parent: str | None, role: str, text: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+    content = {"content_type": kind, "parts": [text]}
+    return {"parent": parent, "message": {"author": {"role": role}, "content": content, **more}}
+
+
+def test_an_export_of_chatgpt_has_the_branch_of_its_current_message() -> None:
+    mapping = {
+        "root": {"parent": None, "message": None, "children": ["hidden"]},
+        "hidden": _node("root", "user", "About me", metadata={"is_visually_hidden_from_conversation": True}),
+        "asked": _node("hidden", "user", "a?"),
+        "first": _node("asked", "assistant", "an answer that was generated again"),
+        "call": _node("asked", "assistant", "search()", recipient="browser"),
+        "found": _node("call", "tool", "a page"),
+        "thought": _node("found", "assistant", "so b", kind="thoughts"),
+        "second": _node("thought", "assistant", "b"),
+        "more": _node("second", "assistant", "and c"),
+        "last": _node("asked", "assistant", "never shown"),
+    }
+    row = {"title": "A chat", "mapping": mapping, "current_node": "more"}
+    found = CONVERSATIONS.read(SourceRow("chats.json, row 1", row))
+    turns = [(turn["role"], turn["content"]) for turn in found.turns]
+    assert turns == [("user", "a?"), ("assistant", "b\n\nand c")]
+    mapping["asked"]["message"]["content"]["content_type"] = "multimodal_text"
+    with pytest.raises(BadRowError, match="has a message with an image or sound, but only text is read"):
+        CONVERSATIONS.read(SourceRow("chats.json, row 1", row))

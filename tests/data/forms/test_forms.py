@@ -4,7 +4,7 @@ import cProfile
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ import pytest
 from sansgpu.data.files import read_rows
 from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
 from sansgpu.data.forms.form import USUAL, Form
+from sansgpu.data.forms.labels import unlabeled_text
 from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.forms.registry import FORMS
+from sansgpu.data.preview.canonical import same_content
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.data.tables import Columns
 from sansgpu.tasks.registry import TASKS
 
 ASKED, GIVEN = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -43,6 +46,51 @@ def test_a_form_recognizes_and_reads_its_example(kind: str, form: Form[Any]) -> 
     assert all(read(kind, row))
     if kind != "prompts":  # whose other columns are for rewards
         assert repr(read(kind, {**row, "unrelated": 2})) == repr(read(kind, row))
+
+
+# Rows with columns that are not in the examples of the forms.
+OTHER_ROWS: dict[str, list[dict[str, Any]]] = {
+    "questions": [
+        {"question": "q?", "context": "a b", "answer": "a"},
+        {"question": "q?", "context": "a b", "answer_text": "a", "answer_start": 0},
+        {"question": "q?", "context": "a b", "answers": [], "is_impossible": True},
+    ],
+    "text groups": [
+        {"premise": "a", "hypothesis": "b", "label": "neutral"},
+        {"question1": "a", "question2": "b", "is_duplicate": 1},
+        {"sentence1": "a", "sentence2": "b", "relatedness_score": 1.5},
+        {"query": "a", "document": "b", "negatives": ["c"]},
+    ],
+    "labeled texts": [{"premise": "a", "hypothesis": "b", "label": "neutral"}, {"content": "a", "label": "x"}],
+    "tagged texts": [
+        {"tokens": ["a"], "ner_tags": ["O"]},
+        {"text": "a", "spans": [], "answer": "reject"},
+        {"text": "a", "annotation_id": 3},
+    ],
+    "conversations": [{"prompt": "a", "response": "b", "images": ["x.png"]}],
+    "preferences": [{"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}],
+}
+
+
+def rows_of_all_kinds() -> Iterator[tuple[str, dict[str, Any]]]:
+    for kind, found in FORMS.items():
+        rows = [*(json.loads(json.dumps(form.example)) for form in found.forms), *OTHER_ROWS.get(kind, [])]
+        yield from ((kind, row) for row in rows if "vertexSet" not in row)
+
+
+@pytest.mark.parametrize("change", [str.title, str.upper])
+def test_names_of_columns_may_have_capitals(change: Callable[[str], str]) -> None:
+    def found(kind: str, row: dict[str, Any]) -> Any:
+        try:
+            return read(kind, row)
+        except BadRowError as error:
+            return str(error).casefold()
+
+    for kind, row in rows_of_all_kinds():
+        given, other = found(kind, row), found(kind, {change(name): value for name, value in row.items()})
+        are_equal = given == other if isinstance(given, str) else all(map(same_content, given, other))
+        assert type(given) is type(other), (kind, row)
+        assert are_equal, (kind, row)
 
 
 def test_every_form_is_read_by_a_task_and_every_task_reads_one() -> None:
@@ -155,3 +203,19 @@ def test_a_completed_prompt_is_read_as_a_conversation() -> None:
     assert [one.turns or one.text for one in found] == [
         (ASKED, GIVEN), (ASKED, GIVEN), "a?b", (SYSTEM, ASKED, GIVEN),
     ]  # fmt: skip
+
+
+def test_columns_may_be_in_objects() -> None:
+    row = {"id": 1, "review": {"body": "a", "by": {"name": "Ada"}, "stars": "x"}, "a.b": "c"}
+    columns = Columns(text="review.body", label="review.stars")
+    report = RowReport("fail")
+    labeled = FORMS["labeled texts"].read(SourceRow("row", row), columns, report)
+    assert (labeled.text, labeled.label) == ("a", "x")
+    assert {*report.unused} == {"id", "review.by", "a.b"}
+    deeper = Columns(text="review.by.name")
+    assert FORMS["texts"].read(SourceRow("row", row), deeper) == "Ada"
+    assert FORMS["labeled texts"].read(SourceRow("row", {**row, "label": "y"}), deeper).text == "Ada"
+    assert FORMS["texts"].read(SourceRow("row", row), Columns(text="a.b")) == "c"
+    assert unlabeled_text(SourceRow("row", row), columns).text == "a"
+    with pytest.raises(BadRowError, match=r"no column review\.title, only .*review\.body"):
+        FORMS["texts"].read(SourceRow("row", row), Columns(text="review.title"))

@@ -61,7 +61,7 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
     yield "empty output", {"instruction": "a", "output": ""}
     yield "empty text", {"text": " "}
     yield "unknown role 'narrator' in turn 2", turns("user", "narrator")
-    yield "unknown role None in turn 1", {"messages": [{"content": "x"}]}
+    yield "has no role in turn 1, only content", {"messages": [{"content": "x"}]}
     yield (
         "has null instead of a string as the content of turn 1",
         {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]},

@@ -18,6 +18,7 @@ from sansgpu.data.formats.spreadsheets import SPREADSHEETS, sheet_names, sheet_r
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 MAX_SAMPLE = 500  # records that are read to recognize a table
+MAX_TITLES = 5  # records above a header
 MAX_NAMES = 8  # column names in a message
 MIN_SHARE = 0.5  # a separator is recognized if this share of records has as many fields as the first
 # Cells that programs write for a missing value: pandas, SQL, Excel and its errors.
@@ -67,6 +68,7 @@ class Dialect:
     has_quotes: bool = True
     skip_spaces: bool = False  # spaces after separators are no part of the fields
     skipped_lines: int = 0  # before the first record
+    titles: int = 0  # those of them that are above the header of a table
     row_index: bool = False  # the first field of each record, except for the header, is an index
     header_index: bool = False  # so is that of the header
     words: tuple[tuple[int, str], ...] = ()  # the EMPTY_WORDS that are values, with their column
@@ -91,17 +93,22 @@ def recognize_table(path: Path, configured: FileFormat) -> Dialect:
 @lru_cache(maxsize=1024)
 def _recognized(path: Path, configured: FileFormat, changed: int, size: int) -> Dialect:
     if suffix_of(path) in SPREADSHEETS:
-        dialect = Dialect(",", UTF8)
-        return _with_content(dialect, [*islice(filter(any, sheet_rows(path)), MAX_SAMPLE)], configured)
+        sheet = [*islice(sheet_rows(path), MAX_SAMPLE)]
+        titles = _titles(sheet, configured)
+        dialect = Dialect(",", UTF8, skipped_lines=titles, titles=titles)
+        return _with_content(dialect, [*filter(any, sheet[titles:])], configured)
     lines = _sample(path, configured.encoding)
     dialect = Dialect(default_separator(path), resolve_encoding(path, configured.encoding))
     if lines and (directive := _DIRECTIVE.fullmatch(lines[0])):
         dialect = replace(dialect, separator=directive[1], skipped_lines=1)
         lines = lines[1:]
+    if titles := _titles_of_text(lines, dialect, configured):
+        dialect = replace(dialect, skipped_lines=dialect.skipped_lines + titles, titles=titles)
+        lines = lines[titles:]
     if configured.separator != AUTO:
         dialect = replace(dialect, separator=configured.separator)
-    elif not dialect.skipped_lines and suffix_of(path) == ".csv":
-        dialect = replace(dialect, separator=_separator(lines))
+    elif dialect.skipped_lines == titles:  # no directive says it
+        dialect = replace(dialect, separator=_separator(lines, dialect.separator))
     if dialect.separator == "\t":
         dialect = replace(dialect, has_quotes=_has_quotes(lines))
     records = _records(lines, dialect.separator, dialect.has_quotes)
@@ -145,17 +152,48 @@ def _records(lines: Iterable[str], separator: str, has_quotes: bool, skip_spaces
     return [record.fields for record in islice(whole, MAX_SAMPLE) if not record.problem and any(record.fields)]
 
 
-def _separator(lines: Sequence[str]) -> str:
+def _titles_of_text(lines: Sequence[str], dialect: Dialect, configured: FileFormat) -> int:
+    """Returns the number of lines above the header of a text file, with any separator that is not set."""
+    known = dialect.separator if configured.separator == AUTO else configured.separator
+    is_known = configured.separator != AUTO or dialect.skipped_lines
+    for separator in (known,) if is_known else SEPARATORS:
+        records = (_records([line], separator, has_quotes=True) for line in lines[: MAX_TITLES + 1])
+        if titles := _titles([record for found in records for record in found or [[]]], configured):
+            return titles
+    return 0
+
+
+def _titles(records: Sequence[Sequence[str]], configured: FileFormat) -> int:
+    """Returns the number of records above the header, such as a title, of which none has more than one value.
+
+    The header is the first record with several values, if one of them is a usual name of a column.
+    """
+    usual = {name.casefold() for name in (*configured.values, *configured.chats) if isinstance(name, str)}
+    for number, record in enumerate(records[: MAX_TITLES + 1]):
+        values = {field.strip().casefold() for field in record} - {""}
+        if len(values) > 1:
+            return number if values & usual else 0
+        if values & usual:  # a header with one column
+            return 0
+    return 0
+
+
+def _separator(lines: Sequence[str], default: str) -> str:
     """Returns the separator by which the largest share of the records has as many fields as the first one.
 
-    Of several, a tab in the first line comes first, and then the comma.
+    Of several, a tab in the first line comes first, and then the comma. If the default is a tab, another one is only
+    taken if no line has a tab, and not all of them are punctuation marks of a text.
     """
+    if default == "\t" and any("\t" in line for line in lines):
+        return default
     order = sorted(SEPARATORS, key=lambda separator: (separator != "\t", separator != ","))
     shares = {separator: _share(lines, separator) for separator in order if any(map(str.strip, lines))}
     best = max(shares, key=shares.__getitem__, default=",")
     if not shares or shares[best] < MIN_SHARE:
-        return "\t" if lines and "\t" in lines[0] else ","
-    if best == "," and shares[";"] == shares[","] and _is_prose(lines):
+        return "\t" if lines and "\t" in lines[0] else default
+    if default == "\t" and _is_prose(lines, best):
+        return default
+    if best == "," and shares[";"] == shares[","] and _is_prose(lines, ","):
         return ";"
     return best
 
@@ -177,9 +215,9 @@ def _filled(record: Sequence[str]) -> int:
     return max((number for number, field in enumerate(record, 1) if field.strip()), default=0)
 
 
-def _is_prose(lines: Sequence[str]) -> bool:
-    """Returns whether all commas are followed by a space."""
-    return all(not re.search(r",\S", line.rstrip("\r\n")) for line in lines)
+def _is_prose(lines: Sequence[str], separator: str) -> bool:
+    """Returns whether all separators are followed by a space."""
+    return all(not re.search(rf"{re.escape(separator)}\S", line.rstrip("\r\n")) for line in lines)
 
 
 def _has_spaces(record: Sequence[str]) -> bool:
@@ -268,6 +306,7 @@ def describe_table(path: Path, dialect: Dialect) -> str | None:
     parts += [f"sheet {sheet} without {counted(len(others), 'other sheet')}"] if others else []
     parts += [] if dialect.encoding == UTF8 else [dialect.encoding]
     parts.append(f"{counted(len(dialect.names), 'column')} ({', '.join(dialect.names[:MAX_NAMES])})")
+    parts += [f"{counted(dialect.titles, 'line')} above the header left out"] if dialect.titles else []
     parts += ["the index column left out"] if dialect.row_index else []
     parts += [f'"{word}" in column {dialect.names[number]} is a value' for number, word in dialect.words]
     return truncate(", ".join(parts))

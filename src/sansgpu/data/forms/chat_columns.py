@@ -10,8 +10,8 @@ from typing import Any
 from sansgpu.config.wording import counted, shown
 from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.form import USUAL, is_empty, is_missing
-from sansgpu.data.forms.turns import Message, kind_of, read_turns, without_nulls
-from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
+from sansgpu.data.forms.turns import Message, kind_of, read_turns, role_of, without_nulls
+from sansgpu.data.rows import Column, Row, SourceRow, bad_row, is_text, row_value
 from sansgpu.data.tables import Columns
 
 SYSTEM_COLUMNS = "system", "system_prompt", "system_message"  # to try if data.system_column is not set
@@ -39,6 +39,16 @@ def require_nonempty(where: str, text: Any, column: str) -> None:
     """Raises BadRowError if `text` is a string without content, or an empty list."""
     if not (text.strip() if isinstance(text, str) else text != []):
         raise bad_row(where, f"has an empty {column}")
+
+
+def require_unicode(row: SourceRow, content: Any) -> None:
+    if not is_text(json.dumps(content, ensure_ascii=False, default=str)):
+        raise bad_row(row.where, "contains an unpaired surrogate, which is not valid text")
+
+
+def row_of_turns(values: list[Any]) -> Row | None:
+    """Returns the columns of a row that is a list of turns."""
+    return {"messages": values} if values and role_of(values[0]) is not None else None
 
 
 def only_text(row: SourceRow, value: Any, column: str, noun: str) -> Any:
@@ -209,3 +219,62 @@ def answer_in(row: SourceRow, column: str) -> Any:
     """Returns an answer; a number as text."""
     value = row.value[column]
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+# ChatGPT's exports: the messages of a chat with all their variants, as a tree in `mapping`
+
+_LEARNED, _MEDIA = "text", "multimodal_text"  # types of contents
+CHATGPT: dict[str, Any] = {
+    "mapping": {
+        "1": {
+            "message": {"author": {"role": "user"}, "content": {"content_type": "text", "parts": ["What is 2 + 2?"]}}
+        },
+        "2": {
+            "message": {"author": {"role": "assistant"}, "content": {"content_type": "text", "parts": ["4"]}},
+            "parent": "1",
+        },
+    },
+    "current_node": "2",
+}  # an example
+
+
+def is_chatgpt(row: Row, columns: Columns) -> bool:
+    mapping = row.get("mapping")
+    return isinstance(mapping, dict) and any(isinstance(node, dict) and "message" in node for node in mapping.values())
+
+
+def current_branch(row: SourceRow) -> Row:
+    """Returns the row with the messages from the root of the tree to its current node as `messages`.
+
+    They are the texts that were shown, without calls of tools and thoughts. Adjacent ones of a role are one message.
+    Raises BadRowError if one has an image or sound.
+    """
+    mapping, node = row.value["mapping"], row.value.get("current_node")
+    node = node if isinstance(node, str) and node in mapping else next(reversed(mapping))
+    branch: dict[str, Any] = {}
+    while isinstance(node, str) and node not in branch and isinstance(mapping.get(node), dict):
+        branch[node] = mapping[node].get("message")
+        node = mapping[node].get("parent")
+    turns: list[Message] = []
+    for message in filter(_is_shown, reversed(branch.values())):
+        if message["content"].get("content_type") == _MEDIA:
+            raise bad_row(row.where, "has a message with an image or sound, but only text is read")
+        parts = message["content"].get("parts")
+        text = "".join(filter(lambda part: isinstance(part, str), parts if isinstance(parts, list) else ()))
+        role = message["author"]["role"]
+        if text.strip() and turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{text}"
+        elif text.strip():
+            turns.append({"role": role, "content": text})
+    others = {name: value for name, value in row.value.items() if name not in ("mapping", "current_node")}
+    return {**others, "messages": turns}
+
+
+def _is_shown(message: Any) -> bool:
+    """Returns whether a message is one of the user to the model, or of the model to the user."""
+    match message:
+        case {"metadata": {"is_visually_hidden_from_conversation": True}}:
+            return False
+        case {"author": {"role": "user" | "assistant"}, "content": {"content_type": kind}}:
+            return kind in (_LEARNED, _MEDIA) and message.get("recipient", "all") == "all"
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -11,7 +10,9 @@ from typing import Any
 from sansgpu.config.data import DataConfig
 from sansgpu.data.forms.answers import ANSWER_COLUMNS
 from sansgpu.data.forms.chat_columns import (
+    CHATGPT,
     CONTEXT_COLUMNS,
+    MEDIA_COLUMNS,
     SYSTEM_COLUMNS,
     TOOLS_COLUMNS,
     Tools,
@@ -20,14 +21,18 @@ from sansgpu.data.forms.chat_columns import (
     answer_in,
     chat_columns,
     context_of,
+    current_branch,
     first_column,
     has_values,
     history_turns,
+    is_chatgpt,
     is_glaive,
     nonempty_in,
     only_text,
     read_tools,
     require_nonempty,
+    require_unicode,
+    row_of_turns,
     string_in,
     without_marks,
 )
@@ -41,16 +46,15 @@ from sansgpu.data.forms.turns import (
     looks_like_turns,
     merged_turns,
     read_turns,
-    role_of,
     turns_in_text,
     unused_of_parts,
     with_calls,
 )
-from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
+from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
 # Columns with turns besides `messages`, which only count if they have a list of turns.
-TURN_COLUMNS = "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "data"
+TURN_COLUMNS = "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "chat_messages", "data"
 INSTRUCTION_COLUMNS = "instruction", "question", "query", "problem"
 # Columns with a question and its answer, besides prompt and completion, and instruction and output.
 PAIRS = (
@@ -179,11 +183,6 @@ class Prompt(TypedRow):
         return row
 
 
-def _require_unicode(row: SourceRow, content: Any) -> None:
-    if not is_text(json.dumps(content, ensure_ascii=False, default=str)):
-        raise bad_row(row.where, "contains an unpaired surrogate, which is not valid text")
-
-
 def build_conversation(
     row: SourceRow, turns: Sequence[Message], first: int, columns: Columns = USUAL, plain: tuple[str, str] | None = None
 ) -> Conversation:
@@ -193,7 +192,7 @@ def build_conversation(
     found = Conversation(row.where, shown, first, plain, tools=read_tools(row, columns), unlearned=unlearned)
     if not found.learned_turns:
         raise bad_row(row.where, "has no assistant turn to learn from")
-    _require_unicode(row, [*turns, *found.tools])
+    require_unicode(row, [*turns, *found.tools])
     return found
 
 
@@ -267,7 +266,7 @@ def _calls(row: SourceRow, columns: Columns) -> Conversation:
 
 def _text(row: SourceRow, columns: Columns) -> Conversation:
     text = nonempty_in(row, "text")
-    _require_unicode(row, text)
+    require_unicode(row, text)
     if not (turns := _answered_turns(text)):
         return Conversation(row.where, text=text)
     return replace(build_conversation(row, all_turns(row, turns, "text", columns), 0, columns), text=text)
@@ -284,9 +283,13 @@ def _unused_beside_text(row: Row, columns: Columns) -> Iterator[str]:
     return unused_columns(row, ("text", *(name for name in chosen if name is not None)), columns)
 
 
-def _glaive(row: SourceRow, columns: Columns) -> Conversation:
-    named = row._replace(value=without_marks(row))
-    return build_conversation(named, all_turns(named, named.value["messages"], "chat", columns), 0, columns)
+def _converted(convert: Callable[[SourceRow], Row]) -> Callable[[SourceRow, Columns], Conversation]:
+    """Returns a function that reads rows which `convert` changes to rows with `messages`."""
+
+    def read(row: SourceRow, columns: Columns) -> Conversation:
+        return _conversation_in("messages")(row._replace(value=convert(row)), columns)
+
+    return read
 
 
 def chat_form(
@@ -307,11 +310,6 @@ def chat_form(
 
     further = (*optional, *(CONTEXT_COLUMNS if has_context else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
     return Form(keys, read, example, further, recognizes or has_values(keys), unused=unused)
-
-
-def _row_of_turns(values: list[Any]) -> Row | None:
-    """Returns the columns of a row that is a list of turns."""
-    return {"messages": values} if values and role_of(values[0]) is not None else None
 
 
 def turns_form(column: str, read: Callable[[SourceRow, Columns], Any], example: Any, **used: Any) -> Form[Any]:
@@ -335,14 +333,15 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
     chat_form(("query", "tools", "answers"), _calls,
               {"query": "What is 2 + 2?", "tools": [_TOOL],
                "answers": '[{"name": "add", "arguments": {"a": 2, "b": 2}}]'}),
-    chat_form(("system", "chat"), _glaive,
+    chat_form(("mapping",), _converted(current_branch), CHATGPT, ("current_node",), recognizes=is_chatgpt),
+    chat_form(("system", "chat"), _converted(without_marks),
               {"system": "SYSTEM: You are a helpful assistant.", "chat": "USER: What is 2 + 2?\n\nASSISTANT: 4"},
               recognizes=is_glaive),
     *(chat_form(pair, _pair_in(*pair), dict(zip(pair, ("What is 2 + 2?", "4"), strict=True)), ("history",))
       for pair in PAIRS if pair != ("instruction", "output")),
     Form(("text",), _text, {"text": "A text of which all tokens are learned."}, unused=_unused_beside_text),
     *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
-), list_row=_row_of_turns)  # fmt: skip
+), list_row=row_of_turns, other_names=MEDIA_COLUMNS)  # fmt: skip
 
 
 def _build_prompt(row: SourceRow, values: Any, column: str, columns: Columns) -> Prompt:
@@ -352,7 +351,7 @@ def _build_prompt(row: SourceRow, values: Any, column: str, columns: Columns) ->
     turns = all_turns(row, values, column, columns)
     if not turns or turns[-1]["role"] not in ANSWERED_ROLES:
         raise bad_row(row.where, f"has no user message to answer at the end of its {column}")
-    _require_unicode(row, row.value)  # all of it, because it is written with the answer
+    require_unicode(row, row.value)  # all of it, because it is written with the answer
     shown = tuple(without_weight(turn) for turn in turns)
     return Prompt(row.where, row.value, shown, tools=read_tools(row, columns), column=column)
 
@@ -382,7 +381,7 @@ def _instruction_prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt
 
 
 def _text_prompt(row: SourceRow, columns: Columns) -> Prompt:
-    _require_unicode(row, row.value)
+    require_unicode(row, row.value)
     return Prompt(row.where, row.value, text=nonempty_in(row, "text"))
 
 
@@ -396,4 +395,4 @@ PROMPTS = Forms("prompt, messages or text", (
                 (*ANSWER_COLUMNS, "history")) for column in INSTRUCTION_COLUMNS),
     *(turns_form(column, _prompt_in(column), {column: [_QUESTION]}, optional=ANSWER_COLUMNS)
       for column in TURN_COLUMNS[1:]),
-), list_row=_row_of_turns)  # fmt: skip
+), list_row=row_of_turns, other_names=MEDIA_COLUMNS)  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sansgpu.data.row_report import RowReport
-from sansgpu.data.rows import Column, Row, SourceRow, column_key, column_names
+from sansgpu.data.rows import Column, Row, SourceRow, column_key, column_names, with_nested
 from sansgpu.data.sources import local_files
 from sansgpu.data.tables import Columns, Data, require_no_header
 
@@ -164,10 +164,13 @@ class Forms(Generic[T_co]):
         return frozenset(name for name in (*names, *self.other_names) if name == name.casefold())
 
     def _with_usual_names(self, row: SourceRow, columns: Columns = USUAL) -> SourceRow:
-        """Returns a row whose columns with a usual name in other case, such as `Text`, have the usual name."""
+        """Returns a row whose columns have the usual name instead of one in other case, and with the nested ones."""
         value = row.value
         if not isinstance(value, dict) or len(value) > MAX_COLUMNS:
             return row
+        if columns.nested:
+            value = with_nested(value, columns.nested)
+            row = row._replace(value=value)
         if not (renamed := self._renamed(tuple(value), columns)):
             return row
         return row._replace(value={renamed.get(name, name): cell for name, cell in value.items()})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sansgpu.data.formats.names import TEXT_SUFFIXES, file_form
 from sansgpu.data.forms.form import Form, Forms, any_row, by_layout, unused_columns
 from sansgpu.data.forms.label_columns import NO_FLAG, PAIR_COLUMN, flag, flag_columns, is_id_column, main_text
 from sansgpu.data.forms.pairs import PAIR_COLUMNS
@@ -27,6 +28,7 @@ from sansgpu.data.rows import (
     find_column,
     missing_column,
     row_text,
+    with_nested,
 )
 from sansgpu.data.tables import Columns, first_lines_of_data
 
@@ -59,7 +61,8 @@ def label_name(value: Any) -> str:
 
 def unlabeled_text(row: SourceRow, columns: Columns) -> LabeledText:
     """Reads a row for prediction, ignoring its label, if any. Raises BadRowError if it is invalid."""
-    given = row.columns(LABELED.needed)
+    given = with_nested(row.columns(LABELED.needed), columns.nested)
+    row = row._replace(value=given)
     roles = _roles(given, columns)
     text, pair = roles.text, roles.pair
     if columns.pair is not None and pair is None:
@@ -207,7 +210,8 @@ def number_columns(paths: Sequence[Path], columns: Columns) -> tuple[Columns, st
     if suspect is None:
         return columns, None
     label = suspect.label_column
-    agree = len(unnamed) == len(paths) and all(first.label_column == label for first in unnamed)
+    with_rows = [path for path in paths if file_form(path) not in TEXT_SUFFIXES]
+    agree = len(unnamed) == len(with_rows) and all(first.label_column == label for first in unnamed)
     if label is not None and agree and not columns.named:
         found = f"text = column {1 - label}, label = column {label}"
         note = f"{suspect.path}: its first line looks like data, so the file is read without a header: {found}"

@@ -249,4 +249,5 @@ TEXT_GROUPS = Forms("texts", (
          ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"), _has_two_texts,
          unused=_unused_of_scored),
     Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, recognizes=any_row),
-), text_rows=True, resolve=require_names, list_row=_row_of_texts)  # fmt: skip
+), text_rows=True, resolve=require_names, list_row=_row_of_texts,
+   other_names=(*SCORE_COLUMNS, *(name for pair in PAIR_COLUMNS for name in pair)))  # fmt: skip

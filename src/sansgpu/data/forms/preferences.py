@@ -11,7 +11,14 @@ from typing import Any
 from sansgpu.config.wording import shown
 from sansgpu.data.forms.answer_scores import remark_on_scores
 from sansgpu.data.forms.cells import parsed_cell
-from sansgpu.data.forms.chat_columns import after_system, all_turns, has_values, only_text, require_nonempty
+from sansgpu.data.forms.chat_columns import (
+    MEDIA_COLUMNS,
+    after_system,
+    all_turns,
+    has_values,
+    only_text,
+    require_nonempty,
+)
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
     Conversation,
@@ -307,4 +314,4 @@ PREFERENCES = Forms(
     *(chat_form((*pair, rating), _rated_answer_in(*pair),
                 {**dict(zip(pair, (_PROMPT, "4"), strict=True)), rating: True}, ("history",))
       for rating in RATING_COLUMNS for pair in _RATED_PAIRS),
-))  # fmt: skip
+), other_names=MEDIA_COLUMNS)  # fmt: skip

@@ -114,6 +114,7 @@ def _unused(row: Row, columns: Columns) -> Iterator[str]:
 
 def unanswered_question(row: SourceRow) -> Question:
     """Reads a row for prediction. Raises BadRowError if it has no question or no context."""
+    row = row._replace(value=QUESTIONS.with_usual_names(row.value))
     return Question(row.where, row.required_text("question"), row.required_text("context"), (), impossible=True)
 
 
@@ -218,4 +219,4 @@ QUESTIONS = Forms("a question and its context", (
     Form(("question", "context", "answers"), _question,
          {"question": _QUESTION, "context": _CONTEXT, "answers": {"text": ["London"], "answer_start": [13]}},
          ("id", "is_impossible", "title"), any_row, unused=_unused),
-))  # fmt: skip
+), other_names=(*ANSWER_COLUMNS, *START_COLUMNS))  # fmt: skip

@@ -12,10 +12,18 @@ from sansgpu.data.forms.pairs import TEXT_GROUPS
 from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.forms.questions import QUESTIONS
 from sansgpu.data.forms.tags import TAGGED
-from sansgpu.data.rows import text_column, text_of
+from sansgpu.data.rows import LeftOutError, SourceRow, text_column, text_of
+from sansgpu.data.tables import Columns
+
+
+def _text(row: SourceRow, columns: Columns) -> str:
+    if not (text := text_of(row, columns.text)):
+        raise LeftOutError(row.where, "without a text")
+    return text
+
 
 TEXTS = Forms("a text", (
-    Form(("text",), lambda row, columns: text_of(row, columns.text), {"text": "A text."}, ("content",), any_row,
+    Form(("text",), _text, {"text": "A text."}, ("content",), any_row,
          unused=lambda row, columns: unused_columns(row, (text_column(row, columns.text),))),
 ))  # fmt: skip
 # By the name in `TaskSettings.rows` of the tasks that read them.

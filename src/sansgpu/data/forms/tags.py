@@ -18,6 +18,7 @@ from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.forms.offsets import SpannedText
 from sansgpu.data.forms.sentences import SENTENCE_NAMES, tagged_rows, word_columns
 from sansgpu.data.forms.spans import (
+    MARK_COLUMNS,
     SPAN_COLUMNS,
     TEXT_COLUMNS,
     RawSpan,
@@ -58,6 +59,7 @@ _SENTENCES = ("sentence", "Sentence", "text")  # columns with a sentence whose w
 
 def untagged_text(row: SourceRow) -> TaggedText:
     """Reads the text or the tokens of a row without its tags. Raises BadRowError if it is invalid."""
+    row = row._replace(value=TAGGED.with_usual_names(row.value))
     value = row.columns(TAGGED.needed)
     name = _token_column(value)
     if name is not None and not (isinstance(value[name], str) and text_column_of(value)):
@@ -291,4 +293,4 @@ TAGGED: Forms[TaggedText | SpannedText] = Forms("tokens and tags, or text and sp
     Form(("text", "spans"), spanned_text, {"text": _TEXT, "spans": [_PERSON]},
          recognizes=any_row, unused=unused_of_spans),
 ), resolve=find_tag_column, regroup=tagged_rows,
-   other_names=(*TEXT_COLUMNS, *SPAN_COLUMNS, *TOKEN_COLUMNS, *TAG_COLUMNS))  # fmt: skip
+   other_names=(*TEXT_COLUMNS, *SPAN_COLUMNS, *TOKEN_COLUMNS, *TAG_COLUMNS, *MARK_COLUMNS))  # fmt: skip

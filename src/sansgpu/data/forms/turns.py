@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sansgpu.config.wording import shown
 from sansgpu.data.forms.cells import parsed_cell
-from sansgpu.data.rows import bad_row
+from sansgpu.data.rows import bad_row, column_names
 
 Message = dict[str, Any]  # role, content, and any other keys for the chat template
 
@@ -41,6 +41,7 @@ TURN_KEYS: dict[str, Role] = {
 }
 ROLE_KEYS = "role", "from", "speaker", "author", "sender"
 CONTENT_KEYS = "content", "value", "text", "message", "parts"
+_USUAL_KEYS = frozenset((*ROLE_KEYS, *CONTENT_KEYS, *TURN_KEYS))
 TEXT_PARTS = None, "text", "input_text", "output_text"  # types of parts of a content that are texts
 MEDIA_KEYS = "image", "images", "image_url", "img", "video", "videos", "audio", "audios"
 MEDIA_MARK = re.compile(r"\A\s*<(image|video|audio)>|<(image|video|audio)>\s*\Z")
@@ -148,7 +149,7 @@ def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
 
     Yields other values unchanged.
     """
-    parts = [without_nulls(parsed_cell(value)) for value in values]
+    parts = [_with_usual_keys(without_nulls(parsed_cell(value))) for value in values]
     if all(isinstance(part, dict) for part in parts):
         for turn in parts:
             yield from _keyed_turns(turn) if role_of(turn) is None else (turn,)
@@ -168,6 +169,15 @@ def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
                 yield from _keyed_turns(turn)
             case other:
                 yield other
+
+
+def _with_usual_keys(turn: Any) -> Any:
+    """Returns a turn without a role whose keys may have capitals, such as `Role`, with the usual keys."""
+    if not isinstance(turn, dict) or role_of(turn) is not None:
+        return turn
+    folded = {key: str(key).strip().casefold() for key in turn}
+    renamed = {key: name for key, name in folded.items() if name in _USUAL_KEYS and name not in turn}
+    return {renamed.get(key, key): part for key, part in turn.items()}
 
 
 def _is_role(name: Any) -> bool:
@@ -196,6 +206,8 @@ def _turn(where: str, number: int, value: Any) -> Message:
     named = "role" if "role" in turn else next((key for key in ROLE_KEYS if key in turn), "role")
     content_key = "content" if "content" in turn else next((key for key in CONTENT_KEYS if key in turn), "content")
     given, role, content = turn.get(named), role_of(turn), turn.get(content_key)
+    if role is None:
+        raise bad_row(where, f"has no role in turn {number}, only {column_names(turn) or 'an empty object'}")
     if not isinstance(role, str) or role not in FOLLOWS:
         raise bad_row(where, f"has the unknown role {role!r} in turn {number}; known roles are {', '.join(FOLLOWS)}")
     if not turn.keys().isdisjoint(MEDIA_KEYS) and (media := next((key for key in MEDIA_KEYS if turn.get(key)), None)):

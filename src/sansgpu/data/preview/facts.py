@@ -54,6 +54,7 @@ class SplitFacts:
     brief: bool = False
     learned: Callable[[Any], Any] = field(default=lambda typed: typed)  # what the task learns from a typed row
     rows: int = 0
+    source_rows: int = 0
     bad_rows: int = 0
     problem: str | None = None
     is_whole: bool = True
@@ -80,7 +81,7 @@ class SplitFacts:
     def read(self, rows: Iterable[SourceRow], forms: Forms[Any], columns: Columns, limit: int | None) -> Iterator[Any]:
         """Reads rows, and yields each as a ReadRow, or the BadRowError about it."""
         try:
-            for row in forms.single_rows(rows):
+            for row in forms.single_rows(self._counted(rows)):
                 if self.rows == limit:
                     self.is_whole = False
                     return
@@ -88,6 +89,11 @@ class SplitFacts:
                 yield self._read(row, forms, columns)
         except ConfigError as error:  # about the file, so that its later rows cannot be read
             self.problem = str(error)
+
+    def _counted(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        for row in rows:
+            self.source_rows += 1
+            yield row
 
     def _read(self, row: SourceRow, forms: Forms[Any], columns: Columns) -> ReadRow | BadRowError:
         try:
@@ -177,6 +183,7 @@ class SplitFacts:
             self.is_whole,
             self.bad_rows,
             max_bad_rows if are_too_many(self.bad_rows, self.rows, max_bad_rows) else None,
+            self.source_rows,
         )
 
 

@@ -44,6 +44,7 @@ class SplitLook:
     is_whole: bool  # False: only the first rows were read
     bad_rows: int = 0  # invalid ones among those that are left out
     max_bad_rows: float | None = None  # set if more rows are invalid than it allows, so that a run stops
+    source_rows: int = 0  # rows of the files, of which each may hold several rows, or several make one
 
 
 @dataclass(frozen=True)

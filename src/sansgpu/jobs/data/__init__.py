@@ -38,6 +38,7 @@ from sansgpu.files.atomic import atomic_write, write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, require_file
 from sansgpu.jobs.data.decisions import decide
 from sansgpu.jobs.data.guess import Guess, OpenedData, TaskFit, fitting_tasks, has_documents, rows_of
+from sansgpu.tasks.classify.checks import alike_labels
 from sansgpu.tasks.classify.label_values import LabelCells, number_of
 from sansgpu.tasks.classify.labels import Labels, find_labels
 from sansgpu.tasks.classify.settings import WeightedDataConfig
@@ -322,7 +323,8 @@ class _Look:
     def _labels(self, train: SplitFacts) -> LabelLook | None:
         if train.label_counts:
             what = "spans" if self._kind == "tagged texts" else "rows"
-            return LabelLook("labels", what, tuple(train.label_counts.most_common()), False, None)
+            alike = " ".join(alike_labels(train.label_counts)) or None
+            return LabelLook("labels", what, tuple(train.label_counts.most_common()), False, alike)
         if not train.labels:
             return None
         texts = [LabeledText("", "", None, label) for label in train.labels]
@@ -338,7 +340,8 @@ class _Look:
             return LabelLook(labels.kind, "rows", (), False, " ".join(labels.notes), different)
         counts = Counter(name for text in texts for name in _names(labels, text))
         mapping = tuple((name, counts[name]) for name in labels.names)
-        return LabelLook(labels.kind, "rows", mapping, True, " ".join(labels.notes), different)
+        note = " ".join((*labels.notes, *alike_labels(labels.names)))
+        return LabelLook(labels.kind, "rows", mapping, True, note, different)
 
 
 def _names(labels: Labels, text: LabeledText) -> list[str]:

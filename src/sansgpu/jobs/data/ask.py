@@ -80,6 +80,7 @@ def ask(request: AskRequest, warn: Warn, say: Warn, progress: ReportProgress) ->
     passages = _passages(
         request.documents, PassageRules(partial(token_spans, loaded.tokenizer), asker.room), warn, progress
     )
+    progress("identifying the model by its weights", 0, 0)
     key = repr((request.model.target, loaded.source.step, loaded.precision, request.task, request.questions))
     digest = hashlib.sha256(f"{key}{request.seed}{passages!r}".encode()).hexdigest()
     file = PartialFile(request.output, request.model.target, digest, weights_sha256(loaded.objective.model), "--write")
@@ -161,19 +162,25 @@ class _Asker:
         length = self.room + self._others
         slots = min(BATCH, slots_for(self._model, None, total - first, 2 * length))  # twice: the prefix cache, too
         reader = self._model.open_reader(slots, length)
+        progress("timing a question", 0, 0)
         say(self._forecast(reader, slots, texts[first:]))
         for start in range(first, total, slots):
-            progress("asking", start, total, "question")
+            progress("writing questions", start, total, "question")
             if isinstance(reader, SlotReader):
                 reader.prefixes = PrefixCache(slots * length)  # so that answers do not read their passage again
-            yield from self._batch(reader, texts[start : start + slots], start)
-        progress("asking", total, total, "question")
+            asked = self._questions(reader, texts[start : start + slots], start)
+            progress("writing answers", start, total, "question")
+            yield from self._replies(reader, texts[start : start + slots], asked)
+        progress("writing answers", total, total, "question")
 
-    def _batch(self, reader: Any, texts: Sequence[str], first: int) -> list[Reply]:
+    def _questions(self, reader: Any, texts: Sequence[str], first: int) -> list[str | None]:
+        """Returns a question about each text, or None if the reply of the model is no question."""
         sampling = Sampling(TEMPERATURE, top_p=TOP_P, seed=self._request.seed)
         prompts = [self._prompt(text) for text in texts]
         asked = self._complete(reader, prompts, [QUESTION_TOKENS] * len(texts), sampling, first)
-        questions = [question_in(self._text(one)) for one in asked]
+        return [question_in(self._text(one)) for one in asked]
+
+    def _replies(self, reader: Any, texts: Sequence[str], questions: Sequence[str | None]) -> list[Reply]:
         valid = [number for number, question in enumerate(questions) if question is not None]
         replies = [Reply(left_out=NO_QUESTION)] * len(texts)
         if valid:

@@ -144,8 +144,12 @@ def _fine_tuning_length(
         lines = (json.dumps(value, default=str) for value in sample.values)
         rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         changed = change_config(config, [("data.dataset_name", str(rows)), ("data.cache_dir", folder)])
+
+        def named(doing: str, done: int, total: int, unit: str = "byte") -> None:
+            progress(doing.replace(str(rows), answers.text), done, total, unit)
+
         try:
-            run = resolve_run(changed, progress, ignore_message, ResolveOptions("report", timed=timed))
+            run = resolve_run(changed, named, ignore_message, ResolveOptions("report", timed=timed))
         except ConfigError as error:
             raise ConfigError(re.sub(re.escape(str(rows)) + r"(, line \d+)?", answers.text, str(error))) from None
     training, batch = run.config.training, effective_batch(run.config.training)

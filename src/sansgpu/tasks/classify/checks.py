@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -56,14 +56,19 @@ def _conflicts(texts: Sequence[LabeledText], targets: np.ndarray) -> Iterator[st
 
 
 def _variants(texts: Sequence[LabeledText], labels: Labels) -> Iterator[str]:
-    """Yields a message about labels that differ only in case or white space."""
+    """Yields messages about labels that are written in several ways."""
     written = Counter(v for text in texts for v in _values(text) if isinstance(v, str))
     trimmed = [value for value in written if value != value.strip() and value.strip() in written]
     if trimmed:
         rows = counted(sum(written[value] for value in trimmed), "row")
         yield f"white space around labels is left out, such as that of {trimmed[0]!r} in {rows}."
+    yield from alike_labels(labels.names)
+
+
+def alike_labels(names: Iterable[str]) -> Iterator[str]:
+    """Yields a message about labels that differ only in case or white space."""
     alike: dict[str, list[str]] = defaultdict(list)
-    for name in labels.names:
+    for name in names:
         alike[" ".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
     groups = [names for names in alike.values() if len(names) > 1]
     if groups:
