@@ -5,11 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sansgpu.models import prefix_tree
+from sansgpu.models import shared_prefixes
 from sansgpu.models.huggingface.causal_lm import transformers_scorer
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
-from sansgpu.models.prefix_tree import PrefixTree
 from sansgpu.models.scoring import Score, Scorer, ScoreRequest, decoder_scorer
 from tests.models.small import model_of
 
@@ -46,7 +45,7 @@ def assert_equal_to_separate_passes(scorer: Scorer, model: torch.nn.Module, requ
 def test_a_shared_beginning_changes_no_score(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(layout)
     scorer = decoder_scorer(model)
-    monkeypatch.setattr(prefix_tree, "MAX_KEYS", 32)  # several calls of the attention kernel
+    monkeypatch.setattr(shared_prefixes, "MAX_KEYS", 32)  # several calls of the attention kernel
 
     @settings(max_examples=30)
     @given(SEQUENCES)
@@ -69,11 +68,11 @@ def hugging_face_model(**changes: object) -> UnpaddedModel:
     return UnpaddedModel(model, pack=True)
 
 
-@pytest.mark.parametrize(("window", "shares"), [(None, True), (4, False)])
-def test_models_of_transformers_share_beginnings_if_their_attention_allows_it(window: int | None, shares: bool) -> None:
+@pytest.mark.parametrize("window", [None, 4])
+def test_models_of_transformers_share_beginnings(window: int | None) -> None:
     model = hugging_face_model(sliding_window=window)
     scorer = transformers_scorer(model, 64)
-    assert scorer.shares == shares
+    assert scorer.shares
 
     @settings(max_examples=30)
     @given(SEQUENCES)
@@ -81,13 +80,3 @@ def test_models_of_transformers_share_beginnings_if_their_attention_allows_it(wi
         assert_equal_to_separate_passes(scorer, model.model, requests_of(drawn))
 
     check()
-
-
-def test_a_common_beginning_is_computed_once() -> None:
-    tree = PrefixTree()
-    for sequence in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 6], [7]):
-        tree.add(sequence)
-    tokens, positions = tree.inputs()
-    assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert positions.tolist() == [0, 1, 2, 3, 4, 3, 0]
-    assert tree.paths == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 5], [6]]

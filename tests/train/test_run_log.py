@@ -39,7 +39,7 @@ def log_of(task: Graph, rate: float, folder: Path, system: SystemStatistics = la
 
 
 def event_of(log: StepLog, seconds: float) -> dict[str, Any]:
-    result = StepResult(1.0, 1, 10, 1.0, {}, dict.fromkeys(("forward", "backward"), 0.0))
+    result = StepResult(1.0, 1, 10, 10.0, 1.0, {}, dict.fromkeys(("forward", "backward"), 0.0))
     log.add(seconds, 0.0, result)
     return log.event(Progress(step=1, logged_loss=1.0, logged_targets=1), result, 0.1, 5)
 

@@ -36,6 +36,10 @@ class ExampleBatch(ABC):
     def without_targets(self, size: int) -> Self:
         """Returns a micro-batch of at most `size` examples whose targets are all ignored, for ranks without data."""
 
+    def with_shared_beginning(self, count: int) -> Self:
+        """Returns a copy in which all examples begin with the same `count` tokens, if they are sequences."""
+        return self
+
     def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
         """Yields this rank's micro-batches of `size` examples.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -83,10 +83,21 @@ class PackedSequences(ExampleBatch):
             of_tokens(self.teacher_target_log_probabilities),
         )
 
+    def with_shared_beginning(self, count: int) -> Self:
+        return replace(self, tokens=shared_beginning(self.tokens, self.lengths, count))
+
     def without_targets(self, size: int) -> PackedSequences:
         first = self.rows(0, 1)
         unknown = torch.nan if first.targets.is_floating_point() else IGNORE
         return replace(first, targets=torch.full_like(first.targets, unknown))
+
+
+def shared_beginning(tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """Replaces the first `count` tokens of each example by those of the first one; `tokens` (N,), `lengths` (B,)."""
+    found, stops = tokens.clone(), lengths.cumsum(0)
+    for start, stop in zip((stops - lengths).tolist(), stops.tolist(), strict=True):
+        found[start : min(start + count, stop)] = tokens[: min(count, stop - start)]
+    return found
 
 
 def _target_tensor(targets: np.ndarray) -> torch.Tensor:
@@ -150,6 +161,9 @@ class WindowedTexts:
         """The number of tokens of each window."""
         return np.array([len(window.ids) for window in self.windows], np.int64)
 
+    def sequence(self, index: int) -> np.ndarray:
+        return self.windows[index].ids
+
     def by_text(self) -> list[list[int]]:
         """Returns the indices of the windows of each text, without texts that have none."""
         groups: dict[int, list[int]] = {}
@@ -178,6 +192,9 @@ class LabeledSequences:
     @cached_property
     def lengths(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.tokens], np.int64)
+
+    def sequence(self, index: int) -> np.ndarray:
+        return self.tokens[index]
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns a batch of the examples with the indices `numbers`."""

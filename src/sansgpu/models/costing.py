@@ -111,6 +111,11 @@ class Costs(ABC):
     def traffic(self, execution: Execution) -> StepTraffic:
         """Counts one read and one write of weights and optimizer state, and of saved activations."""
 
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether the model computes a beginning that examples of a micro-batch share only once."""
+        return False
+
     def micro_batch_tokens(self, execution: Execution) -> int:
         """Returns the tokens of the largest micro-batch."""
         return execution.tokens(self.window)

@@ -71,6 +71,7 @@ class ModuleShape:
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the type of fused blocks that `patch_model` has put in, if it has
     packs: bool = True  # several examples can share a row
+    shares: bool = False  # a beginning that examples of a row share is computed once
     shortens: bool = True  # the model can be built with fewer blocks
     quantized_blocks: QuantizedWeights = QuantizedWeights()
     quantized_tables: QuantizedWeights = QuantizedWeights()  # in the token embedding and the output head

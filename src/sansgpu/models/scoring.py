@@ -1,6 +1,6 @@
 """Computes the log-probabilities of given tokens with a causal model, for many sequences at once.
 
-N tokens in a row, M targets, D width, V vocabulary.
+N tokens of all sequences, M in the row in which they share beginnings, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from sansgpu.kernels.block_quantization import Matrix
 from sansgpu.kernels.cross_entropy import LossOptions, log_probabilities_and_hits
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.modules import multiplies_integers
-from sansgpu.models.prefix_tree import PrefixTree
+from sansgpu.models.shared_prefixes import SharedPrefixes, common_length
 
 PASS_TOKENS = 2048  # tokens per forward pass, except for longer sequences: enough for full speed, with bounded memory
+
+
+# Computes the head's inputs (M, D), or logits (M, V) without a head, of a row in which `tokens` (N,) share beginnings.
+States = Callable[[torch.Tensor, SharedPrefixes], torch.Tensor]
 
 
 class ScoreRequest(NamedTuple):
@@ -40,7 +44,7 @@ class Scorer:
     """A causal model with what scoring needs."""
 
     model: nn.Module
-    states: Callable[[PrefixTree], torch.Tensor]  # head inputs (N, D), or logits (N, V) if `head` is None
+    states: States
     head: Matrix | None
     context: int | None  # maximum number of tokens, if known
     shares: bool = True  # whether sequences can share the computation of their common beginning
@@ -48,32 +52,36 @@ class Scorer:
 
     def scores(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[int, Score]]:
         """Yields the number and the score of each request, in the order in which they are computed."""
-        for tree, numbers in self._passes(requests):
+        for numbers in self._passes(requests):
             chosen = [requests[number] for number in numbers]
-            places = [place for one, path in zip(chosen, tree.paths, strict=True) for place in path[-one.targets :]]
+            tokens = torch.tensor([token for one in chosen for token in one.tokens[:-1]])
+            lengths = torch.tensor([len(one.tokens) - 1 for one in chosen])
+            row = SharedPrefixes.of(tokens, lengths, self.shares)
+            parts = zip(row.copies.split(lengths.tolist()), chosen, strict=True)
+            places = torch.cat([copies[-one.targets :] for copies, one in parts])
             targets = torch.tensor([token for one in chosen for token in one.tokens[-one.targets :]])
             with torch.inference_mode():
-                found, hits = self._of_targets(self.states(tree)[torch.tensor(places)], targets)
+                found, hits = self._of_targets(self.states(tokens, row)[places], targets)
             sizes = [one.targets for one in chosen]
-            parts = zip(found.double().split(sizes), hits.split(sizes), strict=True)
-            for number, (values, is_hit) in zip(numbers, parts, strict=True):
+            for number, values, is_hit in zip(numbers, found.double().split(sizes), hits.split(sizes), strict=True):
                 yield number, Score(float(values.sum()), bool(is_hit.all()))
 
-    def _passes(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[PrefixTree, list[int]]]:
-        """Yields the input tokens of each forward pass, with the numbers of their requests."""
-        tree, numbers = PrefixTree(self.shares), list[int]()
+    def _passes(self, requests: Sequence[ScoreRequest]) -> Iterator[list[int]]:
+        """Yields the numbers of the requests of each forward pass."""
+        numbers, total, last = list[int](), 0, list[int]()
         for number in sorted(range(len(requests)), key=lambda number: requests[number].tokens):
             inputs = requests[number].tokens[:-1]
-            if numbers and len(tree) + tree.new_tokens(inputs) > PASS_TOKENS:
-                yield tree, numbers
-                tree, numbers = PrefixTree(self.shares), []
-            tree.add(inputs)
+            new = len(inputs) - (common_length(last, inputs) if numbers and self.shares else 0)
+            if numbers and total + new > PASS_TOKENS:
+                yield numbers
+                numbers, total, new = [], 0, len(inputs)
             numbers.append(number)
+            total, last = total + new, inputs
         if numbers:
-            yield tree, numbers
+            yield numbers
 
     def _of_targets(self, rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the log-probability of each target (M,), and whether it is the most likely token (M,)."""
+        """Returns the log-probability of each target, and whether it is the most likely token."""
         if self.head is None:
             log_probabilities = torch.log_softmax(rows.float(), dim=1)
             found = log_probabilities.gather(1, targets[:, None])[:, 0]
@@ -83,8 +91,8 @@ class Scorer:
 
 
 def decoder_scorer(model: TransformerLM) -> Scorer:
-    def states(tree: PrefixTree) -> torch.Tensor:
-        tokens, positions = tree.inputs()
-        return model.hidden(tokens[None], positions[None], caches=[tree] * len(model.blocks))[0]
+    def states(tokens: torch.Tensor, row: SharedPrefixes) -> torch.Tensor:
+        ids, positions = tokens[row.originals], row.positions
+        return model.hidden(ids[None], positions[None], caches=[row] * len(model.blocks))[0]
 
     return Scorer(model, states, model.head_matrix, model.config.max_seq_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from sansgpu.tasks.task import EvaluationRequest, Sums
 if TYPE_CHECKING:  # pretraining reads no rows
     from sansgpu.data.row_report import RowReport
 
+SAMPLED_EXAMPLES = 256  # to find out how often examples begin like others
 BATCH_DEVIATIONS = 4  # the largest of thousands of random batches is this many standard deviations above the mean
 
 
@@ -67,6 +68,19 @@ class VariableLengthCorpus(Generic[Part]):
         if padded:
             return examples * max(int(part.lengths.max()) for part in (self.train, self.validation))
         return max(largest_batch(part.lengths, examples) for part in (self.train, self.validation))
+
+    def shared_tokens(self, examples: int, micro_batch: int) -> float:
+        """Estimates from random batches how many tokens of an example begin another one of its micro-batch, too."""
+        from sansgpu.models.shared_prefixes import saved_tokens  # runs without sequences need none of its modules
+
+        if (sequence := tokens_of(self.train)) is None:
+            return 0.0
+        examples, draws, found = min(examples, len(self.train)), np.random.default_rng(0), []
+        for _ in range(-(-SAMPLED_EXAMPLES // examples)):
+            numbers = draws.choice(len(self.train), examples, replace=False).tolist()
+            saved = saved_tokens([sequence(number) for number in numbers], micro_batch)
+            found.append(saved / examples)
+        return float(np.mean(found))
 
     @property
     def train_tokens(self) -> int:
@@ -165,12 +179,27 @@ def mean_interval(mean: float, squares: float, count: float) -> list[float]:
     return [mean - half, mean + half]
 
 
+TokensOf = Callable[[int], np.ndarray]  # returns the tokens of an example, given its index
+
+
+@runtime_checkable
+class HasSequences(Protocol):
+    """A split whose examples are sequences, of which some may begin with the same tokens."""
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Returns the tokens of an example, or the first of them."""
+
+
+def tokens_of(part: object) -> TokensOf | None:
+    return part.sequence if isinstance(part, HasSequences) else None
+
+
 class OrderingObjective(Protocol):
-    """The interface of an objective that can reorder examples to reduce padding; see `FineTuning`."""
+    """The interface of an objective that can reorder examples to save work; see `FineTuning`."""
 
     model: Any
 
-    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
+    def ordered(self, indices: np.ndarray, lengths: np.ndarray, sequence: TokensOf | None = None) -> np.ndarray: ...
 
 
 class Split(CorpusPart, Protocol):
@@ -199,7 +228,8 @@ class SplitEvaluator(Generic[M, P]):
         return len(self._part)
 
     def validation_batches(self, size: int) -> Iterator[Any]:
-        order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
+        part = self._part
+        order = self._objective.ordered(np.arange(len(part)), part.lengths, tokens_of(part))
         for start in range(0, len(order), size):
             yield self._part.batch(order[start : start + size])
 

@@ -42,14 +42,17 @@ from sansgpu.models.huggingface.pretrained import (
 from sansgpu.models.huggingface.source import requantized_formats
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, save_tokenizer
 from sansgpu.models.modules import blocks_of
+from sansgpu.models.shared_prefixes import lexicographic_order
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.configuration import SCHEMA
-from sansgpu.tasks.task import ModelSource, TrainedModel
+from sansgpu.tasks.evaluation import TokensOf, tokens_of
+from sansgpu.tasks.task import COMPUTED_TOKENS, SEQUENCE_TOKENS, ModelSource, Sums, TrainedModel
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+SORTED_TOGETHER = 4096  # examples of an evaluation that are sorted together, which bounds the memory
 PASS_TOKENS = 4096  # tokens per forward pass outside training: enough for full speed, and they fit the CPU's cache
 
 
@@ -128,8 +131,23 @@ class FineTuning(ObjectiveBase, ABC):
         with self.forward_pass():
             return self.summed_loss(batch)
 
-    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Returns `indices`, sorted by length if the model needs padding, to reduce it."""
+    def step_sums(self) -> Sums:
+        return dict(zip((SEQUENCE_TOKENS, COMPUTED_TOKENS), self.unpadded.take_counts(), strict=True))
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        saved = sums.get(SEQUENCE_TOKENS, 0.0) - sums.get(COMPUTED_TOKENS, 0.0)
+        return {"shared_tokens": saved / sums[SEQUENCE_TOKENS]} if saved else {}
+
+    def ordered(self, indices: np.ndarray, lengths: np.ndarray, sequence: TokensOf | None = None) -> np.ndarray:
+        """Returns `indices` in the order in which their examples take the least work.
+
+        Examples that begin with the same tokens become neighbors, if the model shares beginnings and `sequence` returns
+        the tokens of an example. If the model needs padding, examples are sorted by length.
+        """
+        if self.unpadded.shares and sequence is not None:
+            parts = np.split(indices, range(SORTED_TOGETHER, len(indices), SORTED_TOGETHER))
+            orders = [lexicographic_order([sequence(index) for index in part.tolist()]) for part in parts]
+            return np.concatenate([part[order] for part, order in zip(parts, orders, strict=True)])
         return indices if self.unpadded.packs else indices[np.argsort(lengths[indices], kind="stable")]
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
@@ -218,7 +236,7 @@ class FineTuningTask(ComposedTask):
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
-        batch: ExampleBatch = part.batch(self.objective.ordered(indices, part.lengths))
+        batch: ExampleBatch = part.batch(self.objective.ordered(indices, part.lengths, tokens_of(part)))
         return batch
 
     @classmethod
@@ -294,14 +312,16 @@ def longest_example(config: Config, tokenizer: Any) -> int:
     return min(config.data.max_length, int(tokenizer.model_max_length))
 
 
-def passes(lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the indices of the examples for each forward pass outside training.
+def passes(lengths: np.ndarray, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """Yields the indices of the examples for each forward pass outside training, in `order` or the longest ones first.
 
-    The examples of a pass have similar lengths, and about `PASS_TOKENS` tokens in total even if they are padded.
+    The examples of a pass have about `PASS_TOKENS` tokens in total even if they are padded.
     """
-    order, start = np.argsort(-lengths, kind="stable"), 0
+    order, start = np.argsort(-lengths, kind="stable") if order is None else order, 0
     while start < len(order):
-        size = max(1, PASS_TOKENS // max(1, int(lengths[order[start]])))
+        following = lengths[order[start : start + PASS_TOKENS]]
+        padded = np.maximum.accumulate(following) * np.arange(1, len(following) + 1)
+        size = max(1, int(np.searchsorted(padded, PASS_TOKENS, side="right")))
         yield order[start : start + size]
         start += size
 

@@ -263,6 +263,14 @@ class RankingEvaluator(Protocol):
         """Returns the metrics of a fixed sample. Each rank calls it and computes the whole sample."""
 
 
+# The sum of `Objective.step_sums` that counts the tokens that were computed, if they are not those of the batch.
+COMPUTED_TOKENS = "computed_tokens"
+
+
+# The sums of `Objective.step_sums` that count the tokens of all sequences, and those of them that were computed.
+SEQUENCE_TOKENS, COMPUTED_TOKENS = "sequence_tokens", "computed_tokens"
+
+
 class Objective(Protocol):
     """A model and its loss."""
 

@@ -70,6 +70,7 @@ class Calibration:
     execution: Execution
     tokens: int
     all_layers_fit: bool  # memory suffices for the model at its full depth
+    shared: int = 0  # of these tokens, those with which all examples begin
 
     def fastest(self, sizes: Sequence[int], progress: ReportProgress) -> Timing:
         """Returns the timing of the fastest micro-batch size, compiled if `training.compile` is on.
@@ -122,7 +123,8 @@ class Calibration:
         Returns its number of blocks and the seconds of a pass, of an update, and of generating a step's text. Passes
         and updates are medians.
         """
-        batch = self.task.random_batch(self.config, size, self.tokens).to(self.execution.device)
+        batch = self.task.random_batch(self.config, size, self.tokens).with_shared_beginning(self.shared)
+        batch = batch.to(self.execution.device)
         trial = self.task.new_objective(self.config, layers)
         if self.config.training.compile == "on":
             compile_blocks(trial.model)

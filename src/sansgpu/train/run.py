@@ -17,6 +17,7 @@ from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.models.costing import Costs
+from sansgpu.tasks.evaluation import VariableLengthCorpus
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.schedule import UNKNOWN_STEPS
@@ -68,6 +69,16 @@ class TrainingRun:
     def usual_tokens(self) -> int:
         """`example_tokens` rounded up, for random examples."""
         return math.ceil(self.example_tokens)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Mean number of tokens of an example that a model need not compute, as another of its micro-batch has them."""
+        return shared_tokens(self.config, self.corpus, self.execution.micro_batch)
+
+    @property
+    def computed_per_step(self) -> int:
+        """Tokens of a step that are computed, of which `tokens_per_step` may have more."""
+        return self.tokens_per_step - effective_batch(self.config.training) * self.shared_tokens
 
     @property
     def tokens_per_step(self) -> int:
@@ -142,3 +153,9 @@ class TrainingRun:
         """Returns the part of the execution that start events show."""
         environment: dict[str, object] = {**self.execution.environment()}
         return {key: environment[key] for key in _EXECUTION_FACTS}
+
+
+def shared_tokens(config: Config, corpus: Any, micro_batch: int) -> int:
+    """Returns the mean of `TrainingRun.shared_tokens` for a size of the micro-batch."""
+    shares = isinstance(corpus, VariableLengthCorpus) and task_of(config).costs(config).shares_beginnings
+    return round(corpus.shared_tokens(effective_batch(config.training), micro_batch)) if shares else 0

@@ -76,7 +76,8 @@ class StepLog:
         self._process = psutil.Process()
         self._process.cpu_percent()  # later calls return the use since the one before
         self._was_busy, self._repeats_left = False, MAX_REPEATS
-        self._steps: list[tuple[float, int, dict[str, float]]] = []  # seconds, tokens and seconds by phase
+        # seconds, tokens, tokens that were computed, and seconds by phase
+        self._steps: list[tuple[float, int, float, dict[str, float]]] = []
 
     def restore(self, recorded: Sequence[Event]) -> None:
         """Restores the best GEMM rate recorded earlier in the same environment, so that `mfu` stays comparable."""
@@ -89,13 +90,15 @@ class StepLog:
                 self._gemm = max(self._gemm, event.get("gemm_flops_per_second") or 0.0)
 
     def add(self, seconds: float, data_seconds: float, result: StepResult) -> None:
-        self._steps.append((seconds, result.tokens, {"data": data_seconds, **result.phase_seconds}))
+        phases = {"data": data_seconds, **result.phase_seconds}
+        self._steps.append((seconds, result.tokens, result.computed_tokens, phases))
 
     def event(self, progress: Progress, result: StepResult, lr: float, total_steps: int) -> Event:
         """Returns the event for the steps since the last one; the caller adds elapsed time, ETA and threads."""
         steps, self._steps = self._steps, []
         seconds, tokens = sum(step[0] for step in steps), sum(step[1] for step in steps)
-        flops_per_second, system = self._task.flops_per_token * tokens / seconds, self._system()
+        computed = sum(step[2] for step in steps)
+        flops_per_second, system = self._task.flops_per_token * computed / seconds, self._system()
         self._correct_gemm(flops_per_second, system or {})
         event = {
             "event": "step",
@@ -113,7 +116,7 @@ class StepLog:
             "rss_bytes": self._process.memory_info().rss,
             "cpu_percent": self._process.cpu_percent(),
             "total_steps": None if total_steps == UNKNOWN_STEPS else total_steps,
-            "phase_seconds": {p: sum(step[2][p] for step in steps) / len(steps) for p in steps[-1][2]},
+            "phase_seconds": {p: sum(step[3][p] for step in steps) / len(steps) for p in steps[-1][3]},
             "system": system,
         }
         carried = self._task.carried_sums(progress.logged_sums) if isinstance(self._task, CarriesSums) else {}

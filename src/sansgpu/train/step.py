@@ -20,7 +20,7 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.pressure import MemoryGuard, split_to_fit
 from sansgpu.machine.untrusted.user_code import preserved_state
-from sansgpu.tasks.task import OnPolicyObjective, StepWideObjective, Sums, Task
+from sansgpu.tasks.task import COMPUTED_TOKENS, OnPolicyObjective, StepWideObjective, Sums, Task
 from sansgpu.train.snapshots import LOSS, TARGETS
 from sansgpu.train.state import TrainState
 
@@ -36,6 +36,7 @@ class StepResult:
     loss_sum: float
     targets: int  # number of terms in loss_sum
     tokens: int  # tokens of all ranks; with an outer optimizer, all other fields describe this rank's share only
+    computed_tokens: float  # of all ranks: without those that share a computation, but with repeated ones
     grad_norm: float
     sums: Sums  # task-specific sums
     phase_seconds: dict[str, float]  # generate (if the task generates text), forward, backward, reduce, update
@@ -109,16 +110,18 @@ def train_step(
     total = sums.pop(LOSS)
     phases.lap("reduce")
     grad_norm = optimizer.grad_norm()
-    if not (math.isfinite(total) and math.isfinite(grad_norm)):
-        raise NotFiniteError(
-            f"step {state.progress.step + 1}: the loss is {total / max(1, targets):g} and the gradient norm "
-            f"{grad_norm:g}"
-        )
+    _require_finite(state.progress.step + 1, total / max(1, targets), grad_norm)
     limit = state.training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
     optimizer.step(lr, state.progress.step + 1, scale)
     phases.lap("update")
-    return StepResult(total, targets, tokens, grad_norm, sums, phases.seconds)
+    computed = sums[COMPUTED_TOKENS] * execution.group.size / group.size if COMPUTED_TOKENS in sums else float(tokens)
+    return StepResult(total, targets, tokens, computed, grad_norm, sums, phases.seconds)
+
+
+def _require_finite(step: int, loss: float, grad_norm: float) -> None:
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise NotFiniteError(f"step {step}: the loss is {loss:g} and the gradient norm {grad_norm:g}")
 
 
 def _around_loss(task: Task) -> AbstractContextManager[None]:

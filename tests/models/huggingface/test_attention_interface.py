@@ -25,7 +25,7 @@ from sansgpu.models.huggingface.attention_interface import (
 )
 from sansgpu.models.huggingface.causal_lm import HuggingFaceLM
 from sansgpu.models.packed_masks import KeyRanges, PackedMask, stand_in_mask
-from sansgpu.tasks.preference.model import PairLayout
+from sansgpu.models.shared_prefixes import SharedPrefixes
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -161,11 +161,14 @@ def test_ranges_require_contiguous_keys() -> None:
 @pytest.mark.parametrize("shares_prompts", [False, True])
 def test_packed_masks_mean_the_same_to_our_kernel_and_to_sdpa(shares_prompts: bool, value_dim: int) -> None:
     """Our kernel does not support values that are narrower than keys, so SDPA computes them."""
-    layout = PairLayout.of(torch.tensor([[7, 5, 9], [3, 2, 4]]))
-    documents = torch.repeat_interleave(torch.arange(4), layout.lengths)
-    everything = torch.arange(len(documents))
+    lengths = torch.tensor([12, 16, 5, 7])  # the first 7 and the first 3 tokens of two pairs are equal
+    tokens = torch.cat([torch.arange(7), torch.arange(10, 15), torch.arange(7), torch.arange(20, 29)])
+    tokens = torch.cat([tokens, 50 + torch.arange(5), 50 + torch.arange(3), torch.arange(60, 64)])
+    layout = SharedPrefixes.of(tokens, lengths, shares_prompts)
+    documents = torch.repeat_interleave(torch.arange(4), lengths)
     mask: PackedMask = layout if shares_prompts else KeyRanges(causal_ranges(documents[None]))
-    copies, originals = (layout.copies, layout.originals) if shares_prompts else (everything, everything)
+    copies, originals = layout.copies, layout.originals
+    assert layout.saved == (10 if shares_prompts else 0)
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, len(originals), d, generator=random) for h, d in ((4, 8), (2, 8), (2, value_dim)))
     module = torch.nn.Module()

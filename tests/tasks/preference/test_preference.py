@@ -69,12 +69,12 @@ def random_answers() -> PreferenceExamples:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shares"), [("llama", True), ("qwen3", True), ("gpt2", True), ("mistral", False)]
+    ("architecture", "shares"), [("llama", True), ("qwen3", True), ("gpt2", True), ("mistral", True)]
 )
 def test_shared_prompts_change_neither_log_probabilities_nor_gradients(architecture: str, shares: bool) -> None:
     objective, examples = PreferenceObjective(config(architecture)), random_answers()
-    answers, batch = objective._answers, examples.batch(np.arange(4))
-    assert answers.shares_prompts == shares
+    batch = examples.batch(np.arange(4))
+    assert objective.unpadded.shares == shares
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(model_folder(architecture), dtype=torch.float32)
     expected = torch.empty(4, 2, dtype=torch.float64)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_shared_prompts_change_neither_log_probabilities_nor_gradients(architect
                 expected[number, answer] = found[len(example.prompt) - 1 :][torch.from_numpy(learned)].sum()
     results = []
     for is_shared in dict.fromkeys((shares, False)):
-        answers.__dict__["shares_prompts"] = is_shared
+        objective.unpadded.shares = is_shared
         objective.model.zero_grad()
         found = objective.log_probabilities(batch)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)

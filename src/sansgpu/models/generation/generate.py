@@ -29,8 +29,8 @@ from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
 from sansgpu.models.generation.text import StopDetector, StopStrings, TextPieces
 from sansgpu.models.generation.tool_calls import ToolUse
 from sansgpu.models.modules import integer_of_model
-from sansgpu.models.prefix_tree import common_length
 from sansgpu.models.quantized_layers import matrix_of
+from sansgpu.models.shared_prefixes import common_length
 
 PROMPT_TOKENS = 2048  # maximum prompt tokens per forward pass: enough for full speed, with bounded memory
 REFILL_RATIO = 8  # prompts are added once 1/8 of the slots are free, because passes over few tokens are slow

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sansgpu.models.generation.kv_cache import SlotCache
-from sansgpu.models.prefix_tree import common_length
+from sansgpu.models.shared_prefixes import common_length
 
 # Tokens. For a shorter common prefix, dividing prompts into two passes takes longer than computing it several times.
 MIN_SHARED = 64

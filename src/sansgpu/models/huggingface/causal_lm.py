@@ -17,12 +17,12 @@ from sansgpu.models.decoder import IGNORED_LABEL
 from sansgpu.models.huggingface.adapters import load_model
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.pretrained import Head
-from sansgpu.models.huggingface.probes import autocast_of, close_outputs, head_is_plain
+from sansgpu.models.huggingface.probes import head_is_plain
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import multiplies_integers
-from sansgpu.models.prefix_tree import PrefixTree
 from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.scoring import Scorer
+from sansgpu.models.shared_prefixes import SharedPrefixes
 from sansgpu.models.teacher import Teacher, head_product
 
 
@@ -88,33 +88,11 @@ class HuggingFaceLM(torch.nn.Module):
 
 
 def transformers_scorer(model: UnpaddedModel, context: int | None) -> Scorer:
-    def states(tree: PrefixTree) -> torch.Tensor:
-        tokens, positions = tree.inputs()
-        if not shares:
-            return model.head_inputs(tokens, tree.lengths)
-        return model.before_head(model.packed_inputs(tokens[None], positions[None], tree))[0]
+    def states(tokens: torch.Tensor, row: SharedPrefixes) -> torch.Tensor:
+        return model.shared_head_inputs(tokens, row) if model.shares else model.head_inputs(tokens, row.lengths)
 
-    shares = shares_beginnings(model)
     head = None if model.head is None else matrix_of(model.head)
-    return Scorer(model.model, states, head, context, shares, model.softcap)
-
-
-def shares_beginnings(model: UnpaddedModel) -> bool:
-    """Returns True if a trial shows that the model gives the same results for sequences with a shared beginning."""
-    if not model.has_plain_rows:
-        return False
-    tree, vocabulary = PrefixTree(), int(model.model.config.get_text_config().vocab_size)
-    for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 8, 9], [1, 2, 10]):
-        tree.add([token * 7 % vocabulary for token in tokens])
-    row, positions = tree.inputs()
-    places = torch.tensor([place for path in tree.paths for place in path])
-    with torch.no_grad(), autocast_of(model.model):
-        separate = model.head_inputs(row[places], tree.lengths)
-        try:
-            shared = model.before_head(model.packed_inputs(row[None], positions[None], tree))[0][places]
-        except Exception:  # whatever goes wrong, separate sequences still work
-            return False
-        return close_outputs(model.model, shared, separate)
+    return Scorer(model.model, states, head, context, model.shares, model.softcap)
 
 
 def transformers_teacher(model: UnpaddedModel, context: int | None, before: tuple[int, ...] = ()) -> Teacher:

@@ -28,7 +28,7 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
-    from sansgpu.models.huggingface.packed_forward import can_pack
+    from sansgpu.models.huggingface.packed_forward import can_pack, may_share
     from sansgpu.models.huggingface.patches import patch_model  # imports transformers, which is slow
 
     settings = ModelConfig.model_validate_json(model_json)
@@ -39,12 +39,13 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
             add_adapter(model, settings, 0)
     packs = can_pack(model)
     patch_model(model)
+    shares = packs and may_share(model)
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
     shape = module_shape(model, int(config.hidden_size), _heads(config), vocabulary, outputs)
     shortens = any(True for _ in shortened_configs(settings, head, 1))
-    shape = replace(shape, packs=packs, shortens=shortens)
+    shape = replace(shape, packs=packs, shares=shares, shortens=shortens)
     return replace(shape, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
 
 
@@ -81,6 +82,10 @@ class PretrainedCosts(ModuleCosts):
     """Estimates the costs of a transformers model, whose weights may be frozen if it has an adapter."""
 
     pack: bool = True  # pack examples if the model supports it; otherwise they are padded to the longest
+
+    @property
+    def shares_beginnings(self) -> bool:
+        return self.pack and self.shape.shares
 
     def micro_batch_tokens(self, execution: Execution) -> int:
         return execution.tokens(self.window, padded=not (self.pack and self.shape.packs))

@@ -20,6 +20,16 @@ from sansgpu.kernels.cross_entropy import (
     linear_cross_entropy,
     target_log_probabilities,
 )
+from sansgpu.models.attention_windows import (
+    CONVOLUTION,
+    FULL,
+    SLIDING,
+    causal_window,
+    encoder_window,
+    has_convolutions,
+    has_windows,
+    layer_types,
+)
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.probes import (
@@ -30,20 +40,19 @@ from sansgpu.models.huggingface.probes import (
     head_is_plain,
     packs_well,
     position_offset,
+    shares_well,
 )
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.packed_masks import KeyRanges, PackedMask, TokenPositions, stand_in_mask
 from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.relative_attention import has_relative_attention
+from sansgpu.models.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
     from transformers import PreTrainedModel
 
-# Values of `layer_types` in transformers' configs.
-FULL, SLIDING, CONVOLUTION = "full_attention", "sliding_attention", "conv"
-
-VARIES = "varies"  # instead of a setting that differs between layers
+MIN_SAVED = 0.05  # share of tokens; copying keys and values takes about as long as computing 2% of them
 
 Flat = Callable[[torch.Tensor], torch.Tensor]  # gathers the N tokens of an output (B, T, ...): (N, ...)
 
@@ -59,16 +68,18 @@ class UnpaddedModel:
         self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
         self.causal = has_causal_attention(model)
-        self._window = _causal_window(self._text) if self.causal else _encoder_window(self._text)
-        self._has_convolutions = set(_layer_types(self._text)) == {FULL, CONVOLUTION}
-        known = self._window is not None or self._has_convolutions or not _has_windows(self._text)
-        self._by_ranges = known and (model.config._attn_implementation == NAME or has_relative_attention(model))
+        self._window = _window_of(model)
+        self._has_convolutions = has_convolutions(self._text)
+        self._by_ranges = _attends_by_ranges(model)
         self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
+        self.shares = False  # until a probe below shows that sharing changes no output
+        self._counts = [0, 0]  # tokens of sequences, and those that were computed, in passes of training
         with reading(model), torch.no_grad(), autocast_of(model):
             unscaled = min(longest, self._rotary.unscaled or longest)
             self.packs = pack and can_pack(model) and packs_well(self, unscaled)
             self.fused = head_is_plain(model, self.softcap)
+            self.shares = self.packs and may_share(model) and shares_well(self)
 
     def packed_inputs(
         self,
@@ -96,7 +107,7 @@ class UnpaddedModel:
         if self._window is None or windowed is None:
             return stand_in_mask(mask, device)
         local = stand_in_mask(windowed(self._window), device)
-        return {FULL: stand_in_mask(mask, device), SLIDING: local} if _layer_types(self._text) else local
+        return {FULL: stand_in_mask(mask, device), SLIDING: local} if layer_types(self._text) else local
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
@@ -105,6 +116,14 @@ class UnpaddedModel:
 
         `tokens` and `types` are (N,).
         """
+        row = SharedPrefixes.of(tokens, lengths) if self.shares and types is None else None
+        if row is not None and row.saved < MIN_SAVED * len(tokens):
+            row = None
+        if torch.is_grad_enabled():
+            self._counts[0] += len(tokens)
+            self._counts[1] += len(tokens if row is None else row)
+        if row is not None:
+            return self._shared_inputs(tokens, row), lambda output: row.expand(output[0])
         examples, positions = token_places(lengths)
         if self.packs:
             inputs = self.packed_inputs(tokens[None], positions[None])
@@ -114,6 +133,15 @@ class UnpaddedModel:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0]
         return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
+
+    def take_counts(self) -> tuple[float, float]:
+        """Returns and resets how many tokens training passes had, and how many of them were computed."""
+        (given, computed), self._counts = self._counts, [0, 0]
+        return float(given), float(computed)
+
+    def _shared_inputs(self, tokens: torch.Tensor, row: SharedPrefixes) -> dict[str, Any]:
+        """Returns the model's keyword arguments for a row in which the sequences `tokens` (N,) share beginnings."""
+        return self.packed_inputs(tokens[row.originals][None], row.positions[None], row, row.windowed)
 
     def _packed_mask(self, examples: torch.Tensor, positions: torch.Tensor) -> Any:
         """Returns the mask of packed tokens, or one per layer type.
@@ -166,6 +194,10 @@ class UnpaddedModel:
     def head_inputs(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the final hidden states of a causal model if it has a plain `head`, else its logits: (N, ...)."""
         return self._by_token(self.before_head, tokens, lengths)
+
+    def shared_head_inputs(self, tokens: torch.Tensor, row: SharedPrefixes) -> torch.Tensor:
+        """Returns the same as `head_inputs` for the tokens of a row that stands for the sequences: (M, ...)."""
+        return self.before_head(self._shared_inputs(tokens, row))[0]
 
     def target_log_probabilities(
         self, inputs: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
@@ -236,14 +268,14 @@ class UnpaddedModel:
         if not self.packs:
             plain: torch.Tensor = self.model(**padded).logits
             return plain
-        packed, _ = self._inputs(tokens, lengths, types)
+        packed, flat = self._inputs(tokens, lengths, types)
         base: Any = body_of(self.model)
 
         def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return (), {**kwargs, "attention_mask": None, **packed}
 
         def unpack(module: nn.Module, args: Any, output: Any) -> Any:
-            output.last_hidden_state = _pad(output.last_hidden_state[0], lengths)
+            output.last_hidden_state = _pad(flat(output.last_hidden_state), lengths)
             return output
 
         hooks = [base.register_forward_pre_hook(pack, with_kwargs=True), base.register_forward_hook(unpack)]
@@ -343,45 +375,22 @@ def can_pack(model: PreTrainedModel) -> bool:
     places = getattr(config, "max_position_embeddings", None)
     if any(buffer.shape[-2:] == (places, places) for buffer in model.buffers()):
         return False
-    return has_causal_attention(model) or not _has_windows(config) or _encoder_window(config) is not None
+    return has_causal_attention(model) or not has_windows(config) or encoder_window(config) is not None
 
 
-def _layer_types(config: Any) -> list[str]:
-    return list(getattr(config, "layer_types", None) or ())
+def may_share(model: PreTrainedModel) -> bool:
+    """Returns whether the model's attention allows examples to share beginnings, without running the model."""
+    plain = not has_convolutions(model.config.get_text_config()) and not LengthDependentRotary(model)
+    return plain and has_causal_attention(model) and _attends_by_ranges(model)
 
 
-def _setting(config: Any, name: str) -> Any:
-    """Returns a value in a config, None if it has none, or VARIES if its layers have different ones."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
-        return VARIES
+def _attends_by_ranges(model: PreTrainedModel) -> bool:
+    """Returns whether key ranges can express all attention masks of the model."""
+    text: Any = model.config.get_text_config()
+    known = _window_of(model) is not None or has_convolutions(text) or not has_windows(text)
+    return known and (model.config._attn_implementation == NAME or has_relative_attention(model))
 
 
-def _window_size(config: Any) -> int | None:
-    size = _setting(config, "sliding_window")
-    return None if size == VARIES else size or None
-
-
-def _causal_window(config: Any) -> int | None:
-    """Returns how many tokens a decoder's windowed layers attend to; None if unknown or without windows."""
-    types = set(_layer_types(config))
-    has_windows = SLIDING in types if types else not _setting(config, "attention_chunk_size")
-    return _window_size(config) if has_windows and types <= {FULL, SLIDING} else None
-
-
-def _has_windows(config: Any) -> bool:
-    """Returns True if any layer has windowed attention."""
-    types = _layer_types(config)
-    if types:
-        return any(layer_type != FULL for layer_type in types)
-    return any(_setting(config, name) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
-
-
-def _encoder_window(config: Any) -> int | None:
-    """Returns how many tokens to each side an encoder's windowed layers attend to; None if unknown or without windows.
-
-    The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
-    """
-    types = set(_layer_types(config))
-    return _window_size(config) if types <= {FULL, SLIDING} and SLIDING in types else None
+def _window_of(model: PreTrainedModel) -> int | None:
+    text: Any = model.config.get_text_config()
+    return causal_window(text) if has_causal_attention(model) else encoder_window(text)

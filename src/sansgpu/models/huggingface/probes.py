@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 PROBE_SHORT = 5  # tokens of the first example, so that the second one does not start at a block boundary
 PROBE_LONG = 65  # minimum tokens of the second example: longer than hard-coded blocks of 32 or 64 tokens
 PROBE_LONGEST = 1024  # maximum tokens of the second example, if the length of the data's examples is unknown
+SHARED_PARTS = (24, 9, 13, 17)  # tokens of the beginning that examples of a probe share, and of their ends
 PROBE_FLOPS = 2e12  # a few seconds; if a probe would take more, only the first blocks run
 # Keys of a config whose values cannot be window sizes.
 OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
@@ -34,6 +35,7 @@ class PackingModel(Protocol):
 
     model: PreTrainedModel
     packs: bool
+    shares: bool
     position_offset: int
 
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor: ...
@@ -70,6 +72,25 @@ def _packs_equally(unpadded: PackingModel, output: Output, tokens: torch.Tensor,
     except Exception:  # anything that the code of a model may raise
         return False
     return close_outputs(unpadded.model, packed, torch.cat(separate))
+
+
+def shares_well(unpadded: PackingModel) -> bool:
+    """Returns True if examples that share beginnings give the same outputs as separate ones. Changes `shares`."""
+    model = unpadded.model
+    beginning, *ends = probe_tokens(model, sum(SHARED_PARTS)).split(SHARED_PARTS)
+    examples = [torch.cat((beginning, ends[0])), torch.cat((beginning[:PROBE_SHORT], ends[1])), ends[2]]
+    examples.append(torch.cat((beginning, ends[2])))
+    tokens, lengths = torch.cat(examples), torch.tensor([len(one) for one in examples])
+    flops = 4.0 * len(tokens) * sum(p.numel() for p in body_of(model).parameters())
+    with first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext():
+        try:
+            unpadded.shares = False
+            separate = unpadded.hidden_states(tokens, lengths)
+            unpadded.shares = True
+            shared = unpadded.hidden_states(tokens, lengths)
+        except Exception:  # anything that the code of a model may raise
+            return False
+    return close_outputs(model, shared.float(), separate.float())
 
 
 def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:

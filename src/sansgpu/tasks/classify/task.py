@@ -160,7 +160,8 @@ class Classify(Predicts, FineTuningTask):
         made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
         part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)
         labels, logits = labels_of(objective), torch.empty(len(texts), len(objective.head.labels))
-        for numbers in passes(part.lengths):
+        order = objective.ordered(np.argsort(-part.lengths, kind="stable"), part.lengths, part.sequence)
+        for numbers in passes(part.lengths, order):
             logits[torch.from_numpy(numbers)] = objective.logits(part.batch(numbers).to(loaded.device)).cpu()
         return [prediction(row, labels) for row in logits]
 

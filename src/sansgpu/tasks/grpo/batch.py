@@ -82,6 +82,10 @@ class Completions(PackedSequences):
     def rows(self, start: int, stop: int) -> Completions:
         return self._of(super().rows(start, stop), self.advantages[start:stop])
 
+    def with_shared_beginning(self, count: int) -> Completions:
+        """Returns the batch unchanged: random completions share their prompts in groups."""
+        return self
+
     def with_advantage_only(self) -> Completions:
         """Leaves out completions whose advantage is 0, except one if all are."""
         kept = self.advantages.nonzero().flatten().tolist() or [0]

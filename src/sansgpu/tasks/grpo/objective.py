@@ -90,11 +90,12 @@ class GRPOObjective(FineTuning):
             return self._log_probabilities(batch, is_target)
 
     def step_sums(self) -> Sums:
-        return self._step_sums.take()
+        return {**super().step_sums(), **self._step_sums.take()}
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         kl = {"kl": sums["kl"] / sums["kl_tokens"]} if sums.get("kl_tokens") else {}
-        return {**completion_metrics(sums), "equal_rewards": sums["equal"] / sums["groups"], **kl}
+        rewards = {**completion_metrics(sums), "equal_rewards": sums["equal"] / sums["groups"], **kl}
+        return {**super().step_metrics(sums), **rewards}
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:

@@ -83,6 +83,11 @@ class PromptCorpus(TokenizedCorpus[PromptExamples]):
     def train_tokens(self) -> int:
         return self.train.group_size * int(self.train.lengths.sum())
 
+    def shared_tokens(self, examples: int, micro_batch: int) -> float:
+        """Returns the mean number of tokens of a prompt that another completion of its micro-batch has computed."""
+        prompt = self.example_tokens - self.train.longest
+        return prompt * (1 - 1 / min(self.train.group_size, micro_batch))
+
     def most_tokens(self, examples: int, padded: bool) -> int:
         return examples * int(self.train.lengths.max())
 

@@ -104,12 +104,11 @@ class GRPO(SFT):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
-        """Builds `size` completions of random tokens. Each has `tokens` tokens with its prompt."""
-        drawn = cls.objective_class.random_tokens(config, size, tokens)
-        prompt = max(1, len(drawn[0]) - GRPOTrainingConfig.of(config).grpo.max_completion_length)
-        return Completions.with_advantages(
-            [ids[:prompt] for ids in drawn], [[*ids[prompt:].tolist(), 0] for ids in drawn], torch.ones(size)
-        )
+        """Builds `size` completions of random tokens, in groups. Each has `tokens` tokens with its prompt."""
+        drawn, grpo = cls.objective_class.random_tokens(config, size, tokens), GRPOTrainingConfig.of(config).grpo
+        prompt = max(1, len(drawn[0]) - grpo.max_completion_length)
+        prompts = [drawn[number - number % grpo.group_size][:prompt] for number in range(size)]
+        return Completions.with_advantages(prompts, [[*ids[prompt:].tolist(), 0] for ids in drawn], torch.ones(size))
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> GRPOEvaluator:

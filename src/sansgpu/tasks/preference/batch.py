@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
+from sansgpu.data.sequences import shared_beginning
 from sansgpu.tasks.evaluation import TokenizedCorpus, largest_batch
 from sansgpu.tasks.preference.rows import Answers
 from sansgpu.tasks.sft.chat import show_masked
@@ -63,6 +64,11 @@ class AnswerPairs(ExampleBatch):
     def token_count(self) -> int:
         return len(self.tokens)
 
+    def prompt(self, index: int) -> np.ndarray:
+        """Returns the tokens of the prompt of an example."""
+        start = int(self.sizes[:index].sum()) - 2 * index
+        return self.tokens[start : start + int(self.sizes[index, 0])].numpy()
+
     def target_tokens(self) -> torch.Tensor:
         """Returns the number of target tokens of each answer, (B, 2)."""
         answers = torch.repeat_interleave(
@@ -85,6 +91,10 @@ class AnswerPairs(ExampleBatch):
             self.reference[start:stop],
             self.numbers[start:stop],
         )
+
+    def with_shared_beginning(self, count: int) -> AnswerPairs:
+        inputs = self.sizes.sum(1) - 2  # the last token of each answer is only a target
+        return replace(self, tokens=shared_beginning(self.tokens, inputs, count))
 
     def without_targets(self, size: int) -> AnswerPairs:
         first = self.rows(0, 1)
@@ -115,6 +125,9 @@ class PreferenceExamples:
     def targets(self) -> int:
         """The number of target tokens."""
         return sum(int(known.sum()) for e in self.examples for known in e.learned)
+
+    def sequence(self, index: int) -> np.ndarray:
+        return self.examples[index].prompt
 
     def batch(self, numbers: np.ndarray) -> AnswerPairs:
         """Returns a batch of the examples with the indices `numbers`."""

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from sansgpu.config.schema import Config
+from sansgpu.data.batch import IGNORE
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.preference.batch import ANSWERS, AnswerPairs
 from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses, reward_metrics
+from sansgpu.tasks.preference.sequences import AnswerSequences
 from sansgpu.tasks.preference.settings import PreferenceTrainingConfig
 from sansgpu.tasks.task import StepSums, Sums
 
@@ -23,16 +25,18 @@ class PreferenceObjective(FineTuning):
     head_type = "causal"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        from sansgpu.tasks.preference.model import AnswerModel  # imports transformers, which takes seconds
-
         super().__init__(*arguments, **named)
         self.preference = PreferenceTrainingConfig.of(self.config).preference
-        self._answers = AnswerModel(self.unpadded)
         self._step_sums = StepSums()
 
     def log_probabilities(self, batch: AnswerPairs) -> torch.Tensor:
-        """Returns the log-probability of each answer, (B, 2) fp64."""
-        return self._answers.log_probabilities(batch.tokens, batch.sizes, batch.targets)
+        """Returns the log-probability of each answer, (B, 2) fp64, summed over its targets that are learned."""
+        sequences, has_target = AnswerSequences.of(batch.sizes), batch.targets != IGNORE
+        states = self.unpadded.head_inputs(batch.tokens[sequences.tokens], sequences.lengths)
+        inputs = states[sequences.predicting[has_target]]
+        # Losses subtract large sums that are close.
+        found = self.unpadded.target_log_probabilities(inputs, batch.targets[has_target]).double()
+        return found.new_zeros(2 * len(batch)).index_add(0, sequences.answers[has_target], found).view(-1, 2)
 
     def summed_loss(self, batch: Any) -> torch.Tensor:
         loss, sums = self.measured(self.log_probabilities(batch), batch)
@@ -55,10 +59,10 @@ class PreferenceObjective(FineTuning):
         return losses.sum(), sums
 
     def step_sums(self) -> Sums:
-        return self._step_sums.take()
+        return {**super().step_sums(), **self._step_sums.take()}
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return reward_metrics(sums)
+        return {**super().step_metrics(sums), **reward_metrics(sums)}
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:

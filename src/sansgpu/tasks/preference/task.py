@@ -216,7 +216,9 @@ def _log_probabilities(
     # Rounds weights as training does, for equal log-probabilities in step 1.
     rounded = narrowed_matrices(objective.model) if has_bf16_tensors(precision) else nullcontext()
     with reading(objective.model), torch.no_grad(), rounded, mixed_precision(device, precision):
-        for numbers in passes(batch.sizes.sum(1).numpy()):
+        lengths = batch.sizes.sum(1).numpy()
+        order = objective.ordered(np.argsort(-lengths, kind="stable"), lengths, batch.prompt)
+        for numbers in passes(lengths, order):
             pieces = AnswerPairs.joined([batch.rows(number, number + 1) for number in numbers])
             results[numbers] = objective.log_probabilities(pieces.to(device)).cpu().numpy()
     return results

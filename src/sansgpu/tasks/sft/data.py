@@ -46,6 +46,9 @@ class ConversationExamples:
         """Returns the token ids (L,) and the loss mask (L,) of one example."""
         return self.examples.example(self.numbers[index])
 
+    def sequence(self, index: int) -> np.ndarray:
+        return self.example(index)[0]
+
     @property
     def targets(self) -> int:
         """Returns the number of target tokens."""

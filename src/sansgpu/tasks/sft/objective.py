@@ -19,6 +19,7 @@ from sansgpu.models.generation.answer_end import token_ids
 from sansgpu.models.huggingface.causal_lm import student_loss
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
+from sansgpu.tasks.evaluation import TokensOf
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.task import ModelSource, Sums
 
@@ -33,10 +34,10 @@ class SFTObjective(FineTuning):
         self._student = StudentLoss(config)
 
     def step_sums(self) -> Sums:
-        return self._student.sums.take()
+        return {**super().step_sums(), **self._student.sums.take()}
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return student_metrics(sums)
+        return {**super().step_metrics(sums), **student_metrics(sums)}
 
     def summed_loss(self, batch: Any) -> torch.Tensor:
         """Computes the summed loss, (): cross-entropy with label smoothing and z-loss, or the distillation loss."""
@@ -75,5 +76,5 @@ class DecoderChat(ObjectiveBase):
         documents, positions = token_places(batch.lengths)
         return self.model.summed_loss(batch.tokens[None], batch.targets[None], positions[None], documents[None])
 
-    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def ordered(self, indices: np.ndarray, lengths: np.ndarray, sequence: TokensOf | None = None) -> np.ndarray:
         return indices
