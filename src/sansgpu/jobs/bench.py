@@ -84,7 +84,7 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     measured = measure_in_subprocess(_first_request(chosen, run, request))
     progress("timing the same configuration with a warm cache", 0, 0)
     start = time.perf_counter()
-    baseline = measure_in_subprocess(MeasureRequest(chosen, WHAT_IF_STEPS, example_tokens=run.usual_tokens))
+    baseline = measure_in_subprocess(MeasureRequest(chosen, WHAT_IF_STEPS, run.usual_tokens, run.shared_tokens))
     seconds = time.perf_counter() - start
     result = _summary(run, measured, baseline, request, progress)
     if run.corpus is None:
@@ -110,7 +110,7 @@ def _first_request(chosen: Config, run: TrainingRun, request: BenchRequest) -> M
     """Returns the request to measure the run itself, or its steps on random tokens if its data could not be read."""
     if run.corpus is not None:
         return MeasureRequest(chosen, request.steps, with_data=True, profiled=True)
-    return MeasureRequest(chosen, request.steps, run.usual_tokens, snapshots=True, profiled=True)
+    return MeasureRequest(chosen, request.steps, run.usual_tokens, run.shared_tokens, snapshots=True, profiled=True)
 
 
 def _with_choices(config: Config, run: TrainingRun) -> Config:
@@ -135,7 +135,7 @@ def _summary(
 ) -> BenchResult:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
-    needed = run.costs.work(tokens).needed
+    needed = run.costs.work(mean(measured["computed_tokens"][-request.steps :])).needed
     gemm = _gemm_rate(run, measured, needed / middle)
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
@@ -223,7 +223,7 @@ def _gpu(
         settings = ("device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16")
         try:
             measured = measure_in_subprocess(
-                MeasureRequest(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=run.usual_tokens)
+                MeasureRequest(change_config(chosen, settings), WHAT_IF_STEPS, run.usual_tokens, run.shared_tokens)
             )
         except SansGPUError as error:
             result["warnings"].append(f"the GPU was not measured: {error}")

@@ -195,7 +195,7 @@ def _base_precision(config: Config, precision: str) -> str | None:
 
 def step_limits(run: TrainingRun, roofline: Roofline) -> dict[str, float]:
     """Returns the minimum seconds of each part of a step: its work at this machine's measured peak rates."""
-    work, traffic = run.costs.work(run.tokens_per_step), run.costs.traffic(run.execution)
+    work, traffic = run.costs.work(run.computed_per_step), run.costs.traffic(run.execution)
     muon = work.muon if run.execution.optimizer == "muon" else 0.0
     return {
         "attention": roofline.seconds(work.attention, 0),

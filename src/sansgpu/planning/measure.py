@@ -64,6 +64,7 @@ class MeasureRequest:
     config: Config
     steps: int
     example_tokens: int | None = None  # length of random examples; None: the maximum
+    shared_tokens: int = 0  # of these, the tokens with which all examples begin
     with_data: bool = False  # also prepare the data without the cache, evaluate and save
     snapshots: bool = False  # also time snapshots; times that need data are reported as 0
     forward_only: bool = False
@@ -182,7 +183,8 @@ class _Bench:
         return result
 
     def _random_batch(self, size: int) -> ExampleBatch:
-        return self._task_class.random_batch(self._config, size, self._request.example_tokens)
+        batch = self._task_class.random_batch(self._config, size, self._request.example_tokens)
+        return batch.with_shared_beginning(self._request.shared_tokens)
 
     def _step(self, task: Any, state: TrainState) -> Any:
         training, progress = self._config.training, state.progress
@@ -195,7 +197,7 @@ class _Bench:
         return result
 
     def _steps(self, task: Any, state: TrainState, steps: int) -> dict[str, list[Any]]:
-        seconds, losses, tokens = [], [], []
+        seconds, losses, tokens, computed = [], [], [], []
         for _ in range(steps):
             start = time.perf_counter()
             outcome = self._step(task, state)
@@ -203,7 +205,8 @@ class _Bench:
             seconds.append(time.perf_counter() - start)
             losses.append(outcome.loss_sum / outcome.targets)
             tokens.append(outcome.tokens)
-        return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
+            computed.append(outcome.computed_tokens)
+        return {"step_seconds": seconds, "losses": losses, "tokens": tokens, "computed_tokens": computed}
 
     def _evaluation(self, task: Task, corpus: Corpus) -> Measured:
         batches = math.ceil(corpus.validation_tokens / (self._execution.micro_batch * corpus.example_tokens))

@@ -33,7 +33,7 @@ from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.train.run import TrainingRun
+from sansgpu.train.run import TrainingRun, shared_tokens
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, evaluation_problem, repetition_problem, total_steps, warmup_problem
 
@@ -79,7 +79,6 @@ def resolve_run(
     _require_share(config, group.size)
     execution, available = configure_process(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, options, group)
-    tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
     assumed_step = seconds / affordable_steps
     if problem := warmup_problem(config.training, steps):
@@ -93,10 +92,10 @@ def resolve_run(
     if before and config.training.batch_size == "auto":
         sizes = [_resumed_micro_batch(config, execution, before["micro_batch"], available, sizes, warn)]
     elif seconds < WORTH_TIMING_SECONDS or timed == "never":
-        sizes = [usual_micro_batch(tokens, sizes)]  # measuring would take longer than it saves
+        sizes = [usual_micro_batch(_example_tokens(config, corpus), sizes)]  # measuring would take longer than it saves
     execution.micro_batch, timing = sizes[0], None
     pays = timed == "always" or (timed != "never" and len(sizes) > 1)
-    if pays and (calibration := _calibration(config, execution, sizes, tokens, available)):
+    if pays and (calibration := _calibration(config, execution, sizes, corpus, available)):
         timing = Timing(**group.broadcast_object(lambda: _measured(calibration, sizes, progress)))
         execution.micro_batch = timing.micro_batch
     execution.accumulation = micro_batches_per_rank(config.training, execution.micro_batch, group.size)
@@ -253,7 +252,7 @@ def _require_share(config: Config, world_size: int) -> None:
 
 
 def _calibration(
-    config: Config, execution: Execution, sizes: list[int], tokens: int, available: int
+    config: Config, execution: Execution, sizes: list[int], corpus: Corpus | None, available: int
 ) -> Calibration | None:
     """Returns the steps to time in one process, or None if not even a model with a few of the layers fits."""
     smallest, largest = (replace(execution, micro_batch=size) for size in (sizes[0], sizes[-1]))
@@ -261,7 +260,12 @@ def _calibration(
         return None
     whole = estimate_memory(config, largest).fits(available)
     config = change_config(config, [f"training.compile='{execution.compile}'"])
-    return Calibration(task_of(config), config, replace(execution, group=SINGLE_PROCESS), tokens, whole)
+    tokens, shared = _example_tokens(config, corpus), shared_tokens(config, corpus, sizes[-1])
+    return Calibration(task_of(config), config, replace(execution, group=SINGLE_PROCESS), tokens, whole, shared)
+
+
+def _example_tokens(config: Config, corpus: Corpus | None) -> int:
+    return math.ceil(corpus.example_tokens if corpus else config.window)
 
 
 def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgress) -> dict[str, Any]:
@@ -271,6 +275,7 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
         "timing of": sorted(field.name for field in fields(Timing)),
         "model": config.model.model_dump(mode="json"),
         "window": calibration.tokens,
+        "shared": calibration.shared,
         "optimizer": config.training.optimizer,
         "sizes": sizes,
         "whole": calibration.all_layers_fit,

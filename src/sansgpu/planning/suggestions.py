@@ -92,7 +92,9 @@ def time_variations(
         try:
             changed = change_config(chosen, settings)
             _require_memory(changed, run)
-            measured = measure_in_subprocess(MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=run.usual_tokens))
+            measured = measure_in_subprocess(
+                MeasureRequest(changed, WHAT_IF_STEPS, run.usual_tokens, run.shared_tokens)
+            )
         except SansGPUError as error:
             rows.append({"name": name, "set": list(settings), "gives_up": cost, "problem": str(error)})
             continue
