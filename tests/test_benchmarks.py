@@ -222,6 +222,16 @@ def test_a_student_is_compared_with_one_that_learns_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+def test_shared_beginnings_save_their_tokens(tmp_path: Path) -> None:
+    arguments = ["--model", str(make_folder(tmp_path / "model", "llama")), "--rounds", "1"]
+    found = benchmark(
+        "benchmarks.fine_tuning.shared_beginnings", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
+    assert [row["computed"] for row in found] == [1280, 512, 1500, 1733]
+    assert all(row["difference"] < 1e-4 for row in found)
+
+
+@pytest.mark.long
 def test_losses_in_integers_are_compared_with_those_in_fp32(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = ["--data", str(data), "--sizes", "1M", "--seeds", "2", "--steps", "3", "--precisions", "int16"]
