@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from sansgpu.config.errors import ConfigError
 from sansgpu.config.section import CHANGEABLE, INPUT_PATH, Section
+from sansgpu.config.wording import counted
+
+BlockCount = Annotated[int, Field(ge=1, strict=True)]
+BlockShare = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
 class ModelConfig(Section):
@@ -79,6 +84,18 @@ class ModelConfig(Section):
         "for peft. Default: true, or false if the base is quantized",
         json_schema_extra=CHANGEABLE,
     )
+    trained_layers: BlockCount | BlockShare | None = Field(
+        None,
+        description="train only the last blocks, by number or as a share of all (0.5: the upper half), and what runs "
+        "after them; with an adapter, only they get adapter matrices. Frozen blocks run without dropout. Default: all "
+        "blocks and the embeddings",
+    )
+    keep_activations: bool | None = Field(
+        None,
+        description="with trained_layers: compute what enters the first trained block once per example, and read it "
+        "from the disk in every epoch. Default: true if the run reads its data more than once",
+        json_schema_extra=CHANGEABLE,
+    )
 
     @property
     def head_dim(self) -> int:
@@ -95,6 +112,20 @@ class ModelConfig(Section):
         if self.d_model % self.n_heads:
             yield f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}"
         yield from self._unused_adapter_keys()
+        if self.keep_activations and self.trained_layers is None:
+            yield "keep_activations has no effect without trained_layers; set trained_layers, or remove it"
+
+    def trained_blocks(self, blocks: int) -> int:
+        """Returns how many of a model's `blocks` are trained. Raises ConfigError if it has fewer than configured."""
+        wanted = blocks if self.trained_layers is None else self.trained_layers
+        if isinstance(wanted, float):
+            return max(1, round(wanted * blocks))
+        if wanted > blocks:
+            raise ConfigError(
+                f"model.trained_layers is {wanted}, but {self.name_or_path} has only {counted(blocks, 'block')}; set "
+                "it to at most that number, or to a share such as 0.5."
+            )
+        return wanted
 
     def _unused_adapter_keys(self) -> Iterator[str]:
         """Yields a clause if a key of adapters is set that has no effect."""

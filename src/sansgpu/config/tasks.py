@@ -99,6 +99,8 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
+    "trained layers": "model.trained_layers",
+    "kept activations": "model.keep_activations",
     "chat template": """
         data.chat_template data.template_variables data.parse_special_tokens data.system_column data.tools_column
         data.merge_turns

@@ -36,7 +36,7 @@ from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.configuration import load_config, recorded_values
 from sansgpu.tasks.registry import task_of
-from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
+from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, KeepsActivations, Task
 from sansgpu.train.branches import switch_to
 from sansgpu.train.loop import Trainer, TrainingResult
 from sansgpu.train.run import TrainingRun
@@ -224,6 +224,9 @@ def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
         found.append(f"training.learning_rate={before['learning_rate']}")
     if before.get("optimizer") is not None and config.training.optimizer == "auto":
         found.append(f"training.optimizer={before['optimizer']}")
+    kept = (recorded.get("model") or {}).get("keep_activations")
+    if kept is not None and config.model.keep_activations is None and config.model.trained_layers is not None:
+        found.append(f"model.keep_activations={str(kept).lower()}")
     return found
 
 
@@ -279,8 +282,12 @@ def _run(
 ) -> TrainingResult:
     execution, paths = run.execution, run.paths
     set_matmul_precision(task.model, execution.precision)
+    where = execution.device, execution.precision, run.cache, output.progress, execution.group
+    is_kept = run.config.model.keep_activations and isinstance(task, KeepsActivations)
+    if is_kept and (reason := task.keep_activations(*where)):
+        output.warn(f"the outputs of the frozen layers are computed in every step, because {reason}.")
     if isinstance(task, ComparedWithReference):
-        task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
+        task.compute_reference(*where)
     if snapshot is None and execution.group.is_main and isinstance(task, InitializedFromData):
         task.initialize(output.progress)  # the other ranks receive the weights
     if execution.compile == "on":

@@ -82,6 +82,39 @@ class Costs(ABC):
         return self.model.n_layers
 
     @property
+    def trained_layers(self) -> int:
+        """The number of blocks that are trained, which are the last ones."""
+        return self.layers
+
+    @property
+    def skips_frozen(self) -> bool:
+        """Whether the outputs of blocks that are not trained are kept, so that training steps skip these blocks."""
+        return False
+
+    @property
+    def forward_share(self) -> float:
+        """The forward pass's share of the work of forward and backward pass."""
+        return 1 / 3
+
+    @property
+    def frozen_pass_layers(self) -> float:
+        """The work of a forward pass through the blocks that are not trained, in passes through a trained block."""
+        return self.forward_share * (self.layers - self.trained_layers)
+
+    @property
+    def pass_layers(self) -> float:
+        """The work of a training step's passes in all blocks, in forward and backward passes through a trained block.
+
+        It is the number of blocks if all are trained.
+        """
+        return self.trained_layers + (0.0 if self.skips_frozen else self.frozen_pass_layers)
+
+    @property
+    def evaluated_layers(self) -> int:
+        """The number of blocks that run in an evaluation."""
+        return self.trained_layers if self.skips_frozen else self.layers
+
+    @property
     def width(self) -> int:
         """The hidden size."""
         return self.model.d_model
@@ -127,9 +160,9 @@ class Costs(ABC):
         gradients = (FULL if accumulated else execution.compute_dtype.itemsize) * matrices + FULL * (weights - matrices)
         moments, activations = self.moment_bytes(execution), self.saved_bytes(execution)
         if self.model.gradient_checkpointing:
-            activations += self.layers * FULL * self.micro_batch_tokens(execution) * self.width
+            activations += self.trained_layers * FULL * self.micro_batch_tokens(execution) * self.width
         else:
-            activations *= self.layers
+            activations *= self.trained_layers
         needed = {
             "weights": self.weight_bytes(execution),
             "gradients": gradients,

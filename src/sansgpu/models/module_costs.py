@@ -67,11 +67,13 @@ class ModuleShape:
     blocks: int
     adapter: int
     trained: int
+    trained_inside: int  # trained weights in blocks
     trained_matrices: int  # matrices in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the type of fused blocks that `patch_model` has put in, if it has
     packs: bool = True  # several examples can share a row
     shares: bool = False  # a beginning that examples of a row share is computed once
+    trained_layers: int = 0  # the last blocks, the only ones that are trained; 0: all blocks
     shortens: bool = True  # the model can be built with fewer blocks
     quantized_blocks: QuantizedWeights = QuantizedWeights()
     quantized_tables: QuantizedWeights = QuantizedWeights()  # in the token embedding and the output head
@@ -80,13 +82,14 @@ class ModuleShape:
         """Returns the shape of the same model, truncated to at most `layers` blocks if it can be."""
         layers = layers if self.shortens else self.layers
         share = min(layers, self.layers) / self.layers
-        removed = (1 - share) * (self.trained - self.head - self.embedding if self.adapter == 0 else self.adapter)
         return replace(
             self,
             layers=min(layers, self.layers),
+            trained_layers=min(layers, self.trained_layers),
             blocks=round(self.blocks * share),
             adapter=round(self.adapter * share),
-            trained=self.trained - round(removed),
+            trained=self.trained - round((1 - share) * self.trained_inside),
+            trained_inside=round(self.trained_inside * share),
             trained_matrices=round(self.trained_matrices * share),
             quantized_blocks=self.quantized_blocks.part(share),
         )
@@ -134,6 +137,7 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
         blocks=sum(p.numel() for n, p in named if id(p) in inside and "lora_" not in n),
         adapter=sum(p.numel() for n, p in named if "lora_" in n),
         trained=sum(p.numel() for _, p in named if p.requires_grad),
+        trained_inside=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
         products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
         fused=getattr(blocks[0], "fused_as", None),
@@ -158,6 +162,10 @@ class ModuleCosts(Costs):
     def vocabulary(self) -> int:
         return self.shape.vocabulary
 
+    @property
+    def trained_layers(self) -> int:
+        return self.shape.trained_layers or self.shape.layers
+
     def with_layers(self, layers: int) -> Self:
         return replace(self, shape=self.shape.with_layers(layers))
 
@@ -170,17 +178,28 @@ class ModuleCosts(Costs):
         return LinearShapes(dict(self.shape.products), (self.width, self.shape.outputs))
 
     def work(self, tokens: float) -> StepWork:
-        """Counts 6 FLOPs per token and trained weight, and 4 per frozen one, which needs no gradient."""
-        shape = self.shape
-        per_weight = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
-        matrices = numbers_of(dict(shape.products)) * shape.layers
+        """Counts 6 FLOPs per token and trained weight, and 4 per frozen one, which needs no gradient.
+
+        In blocks before the trained ones, through which nothing is backpropagated, it is 2.
+        """
+        shape, per_weight = self.shape, self._flops_per_weight
+        matrices = numbers_of(dict(shape.products)) * self.pass_layers
         attended = (self.example_tokens + 1) / 2 if shape.heads else 0.0  # mean number of keys per query
         return StepWork(
             matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,
-            attention=12.0 * shape.layers * shape.width * attended * tokens,
+            attention=12.0 * self.pass_layers * shape.width * attended * tokens,
             loss=per_weight * shape.outputs * shape.width * tokens * self.target_ratio,
-            muon=shape.layers * muon_flops(dict(shape.products)),
+            muon=self.trained_layers * muon_flops(dict(shape.products)),
         )
+
+    @property
+    def _flops_per_weight(self) -> float:
+        """FLOPs per token and weight of a matrix in a trained block."""
+        return 6.0 if self.shape.trained > self.shape.adapter + self.shape.head else 4.0
+
+    @property
+    def forward_share(self) -> float:
+        return 2.0 / self._flops_per_weight
 
     def traffic(self, execution: Execution) -> StepTraffic:
         memory, trained = self.memory(execution), self.trained()

@@ -162,7 +162,7 @@ class _ClusterRun:
 def _work(run: TrainingRun, timing: Timing, progress: ReportProgress) -> NodeWork:
     """Returns a step's work in seconds and bytes. Assumes pass times to be linear in the size of the micro-batch."""
     training = run.config.training
-    parts, layers = run.costs.parameters(), run.costs.layers
+    parts, layers = run.costs.parameters(), run.costs.pass_layers
     whole, example = timing.pass_seconds(layers), 0.0
     if timing.micro_batch > 1 and (one := _one_example(run, timing, progress)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
@@ -171,11 +171,11 @@ def _work(run: TrainingRun, timing: Timing, progress: ReportProgress) -> NodeWor
     sent, is_local = message_dtype(training).itemsize, training.sync_every > 1
     moments = run.costs.moment_bytes(run.execution) // FULL * MOMENT_DTYPE.itemsize if is_local else 0
     read = run.execution.compute_dtype.itemsize
-    spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
+    spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, run.costs.layers if sharded else 0)
     return NodeWork(
         pass_seconds=whole - timing.micro_batch * example,
         example_seconds=example,
-        update_seconds=timing.step_seconds(layers, accumulation=0),
+        update_seconds=timing.step_seconds(run.costs, accumulation=0),
         gradients=trained * sent + moments,
         last=0 if is_local or "adapter" in parts else parts.get("embedding", 0) * sent,
         spread=None if training.sharding == "none" else spread,

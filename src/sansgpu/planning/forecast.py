@@ -62,19 +62,20 @@ def forecast_of(run: TrainingRun, nodes: int = 1, step_seconds: float | None = N
     """Estimates the durations of a run's parts. On several nodes, `step_seconds` is the duration of a step on all."""
     timing, training = run.timing, run.config.training
     assert timing is not None
-    layers, accumulation = run.costs.layers, run.execution.accumulation
-    passes = accumulation * timing.pass_seconds(layers)
-    sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
+    costs, accumulation = run.costs, run.execution.accumulation
+    passes = accumulation * timing.pass_seconds(costs.evaluated_layers)
+    sampling = training.sample_tokens * costs.layers * SAMPLED_LAYER_SECONDS
     snapshot, weights = run.memory.snapshot, run.memory.weights
     before = 0.0  # duration of passes over the data before training, in steps
     if isinstance(run.corpus, ReferenceCorpus):
         before = run.corpus.reference_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
+    keeping = run.kept_tokens / run.tokens_per_step * accumulation * timing.block_seconds * costs.frozen_pass_layers
     # An evaluation that generates text takes as long as a step generates, in proportion to their completions.
-    generated = timing.generation_seconds(layers)
+    generated = timing.generation_seconds(costs.layers)
     evaluated = run.eval_token_ratio * (generated if run.config.settings.generates else passes / EVALUATED_IN_A_STEP)
     return Forecast(
-        startup_seconds=START_SECONDS[run.execution.compile] + passes * before / nodes,
-        step_seconds=timing.step_seconds(layers, accumulation) if step_seconds is None else step_seconds,
+        startup_seconds=START_SECONDS[run.execution.compile] + (passes * before + keeping) / nodes,
+        step_seconds=timing.step_seconds(costs, accumulation) if step_seconds is None else step_seconds,
         evaluation_seconds=evaluated / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
         end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
@@ -166,6 +167,7 @@ def describe_plan(run: TrainingRun, progress: ReportProgress) -> RunPlan:
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "tokens_per_step": run.tokens_per_step,
         "train_tokens": run.corpus.train_tokens if run.corpus else None,
+        "kept_bytes": run.kept_bytes,
         "tokens_per_second": None,
         "seconds_per_million_tokens": None,
         "step_seconds": None,

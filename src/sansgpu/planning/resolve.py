@@ -81,6 +81,7 @@ def resolve_run(
     config, corpus = _corpus(config, progress, warn, options, group)
     config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
     assumed_step = seconds / affordable_steps
+    config = _with_kept_activations(config, corpus, affordable_steps, group)
     if problem := warmup_problem(config.training, steps):
         warn(problem)
     if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable_steps)):
@@ -105,12 +106,23 @@ def resolve_run(
     return run
 
 
+def _with_kept_activations(config: Config, corpus: Corpus | None, steps: float, group: Group) -> Config:
+    """Decides whether to keep the outputs of frozen layers: if `steps` steps read the data more than once."""
+    model = config.model
+    if model.trained_layers is None or model.keep_activations is not None or not config.acts("model.keep_activations"):
+        return config
+    costs = task_of(config).costs(config)
+    epoch = steps_per_epoch(corpus.train_examples, effective_batch(config.training)) if corpus else math.inf
+    again = group.broadcast_object(lambda: steps > epoch and costs.trained_layers < costs.layers)
+    return change_config(config, [("model.keep_activations", again)])
+
+
 def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable_steps: float) -> str | None:
     """Returns a warning if evaluations take long compared to the run. The numbers apply if no step was timed."""
     if run.corpus is None:
         return None
     if run.timing is not None:
-        step_seconds = run.timing.step_seconds(run.costs.layers, run.execution.accumulation)
+        step_seconds = run.timing.step_seconds(run.costs, run.execution.accumulation)
         affordable_steps = min(run.total_steps, seconds_allowed(run.config) / step_seconds)
     batches = run.eval_token_ratio * effective_batch(run.config.training) / run.execution.micro_batch
     return evaluation_problem(run.config.training, affordable_steps, run.steps_per_evaluation, step_seconds, batches)

@@ -103,6 +103,7 @@ class RunPlan(TypedDict):
     gradient_checkpointing: bool
     tokens_per_step: int
     train_tokens: int | None
+    kept_bytes: int  # outputs of frozen layers on the disk of the cache
     tokens_per_second: float | None
     seconds_per_million_tokens: float | None
     step_seconds: float | None

@@ -83,6 +83,10 @@ class TaskDefaults:
     def evaluation_batch(cls, config: Config) -> int:
         return 8
 
+    @classmethod
+    def kept_tokens(cls, corpus: Any) -> int:
+        return 0
+
     def sample(self, prompt: str, tokens: int, sampling: Sampling) -> str:
         return ""
 

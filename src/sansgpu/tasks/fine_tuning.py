@@ -19,9 +19,12 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
+from sansgpu.events.progress import ReportProgress
+from sansgpu.machine.distributed.group import Group
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.huggingface.adapters import (
     add_adapter,
+    freeze_layers,
     load_adapter_weights,
     load_model,
     restore_frozen,
@@ -46,6 +49,7 @@ from sansgpu.models.shared_prefixes import lexicographic_order
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.evaluation import TokensOf, tokens_of
+from sansgpu.tasks.kept_activations import ActivationFiles, TokenSequences, batches_of, distinct_sequences
 from sansgpu.tasks.task import COMPUTED_TOKENS, SEQUENCE_TOKENS, ModelSource, Sums, TrainedModel
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -75,6 +79,8 @@ class FineTuning(ObjectiveBase, ABC):
 
         self.config, settings, seed = config, config.model, config.training.seed
         self.head = self.head_of(config)
+        if layers is not None and settings.trained_layers is not None:
+            settings = settings.model_copy(update={"trained_layers": 1.0})  # times a trained block
         if random:
             self.model = random_model(settings, self.head, layers)
         else:
@@ -91,6 +97,7 @@ class FineTuning(ObjectiveBase, ABC):
             from sansgpu.models.huggingface.lora import patch_adapter  # imports peft, which takes a second
 
             patch_adapter(self.model)
+        self.unpadded.frozen = freeze_layers(self.model, settings)
         self.notes: Sequence[str] = list(self._notes(unpatched))
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None
@@ -109,6 +116,13 @@ class FineTuning(ObjectiveBase, ABC):
             )
         if pack and not self.unpadded.packs:
             yield f"{name} does not support packing several examples into one sequence, so short examples are padded."
+        head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", table)
+        if tied and self.unpadded.frozen is not None and self._adapted is None:
+            yield (
+                f"{name}: its output head is not trained either, because it shares its weights with the token "
+                "embedding, which runs before the first trained block."
+            )
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
@@ -120,8 +134,13 @@ class FineTuning(ObjectiveBase, ABC):
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context for a forward pass, in which the callback of `between_blocks` is called if gradients are enabled."""
+        """Context for a forward pass, in which the callback of `between_blocks` is called if gradients are enabled.
+
+        Frozen layers run without dropout.
+        """
         self._in_forward = torch.is_grad_enabled()
+        if self.unpadded.frozen is not None:
+            self.unpadded.frozen.without_dropout()
         try:
             yield
         finally:
@@ -211,6 +230,11 @@ class FineTuning(ObjectiveBase, ABC):
     def with_vocabulary(cls, config: Config) -> Config:
         return config  # a pretrained model has its own vocabulary
 
+    @staticmethod
+    def sequences(batch: Any) -> TokenSequences:
+        """Returns the sequences of a batch as the model gets them."""
+        return TokenSequences(batch.tokens, batch.lengths, getattr(batch, "types", None))
+
     def flops_of_token(self, example_tokens: float, target_ratio: float = 1.0) -> float:
         """Returns the training FLOPs per token for examples of `example_tokens` tokens on average."""
         costs = replace(self.costs(self.config), example_tokens=example_tokens, target_ratio=target_ratio)
@@ -238,6 +262,21 @@ class FineTuningTask(ComposedTask):
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         batch: ExampleBatch = part.batch(self.objective.ordered(indices, part.lengths, tokens_of(part)))
         return batch
+
+    def keep_activations(
+        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
+    ) -> str | None:
+        files = ActivationFiles(self.objective.unpadded, device, precision, cache)
+        return files.keep(self.config.model, self._kept_sequences(self.corpus), progress, group)
+
+    @classmethod
+    def kept_tokens(cls, corpus: Any) -> int:
+        return sum(len(one.tokens) for one in cls._kept_sequences(corpus).values())
+
+    @classmethod
+    def _kept_sequences(cls, corpus: Any) -> dict[bytes, TokenSequences]:
+        batches = batches_of((corpus.train, corpus.validation))
+        return distinct_sequences(map(cls.objective_class.sequences, batches))
 
     @classmethod
     def base_fingerprint(cls, config: Config) -> str:

@@ -222,6 +222,16 @@ class ComparedWithReference(Protocol):
 
 
 @runtime_checkable
+class KeepsActivations(Protocol):
+    """A task that can compute the outputs of a model's frozen layers once for all data, before training."""
+
+    def keep_activations(
+        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
+    ) -> str | None:
+        """Computes them, or reads them from the cache. Returns why they are not kept, if so. Raises ConfigError."""
+
+
+@runtime_checkable
 class InitializedFromData(Protocol):
     """A task whose initial weights depend on the training data."""
 
@@ -261,10 +271,6 @@ class RankingEvaluator(Protocol):
 
     def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
         """Returns the metrics of a fixed sample. Each rank calls it and computes the whole sample."""
-
-
-# The sum of `Objective.step_sums` that counts the tokens that were computed, if they are not those of the batch.
-COMPUTED_TOKENS = "computed_tokens"
 
 
 # The sums of `Objective.step_sums` that count the tokens of all sequences, and those of them that were computed.
@@ -373,6 +379,9 @@ class TaskClass(Protocol):
 
     def new_objective(self, config: Config, layers: int | None = None) -> Objective:
         """Builds a model with its loss, without data; `layers` can change the number of blocks."""
+
+    def kept_tokens(self, corpus: Any) -> int:
+        """Returns the number of tokens of the data for which outputs of frozen layers can be kept."""
 
     def random_batch(self, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds a random micro-batch of `size` examples, each of `tokens` tokens if lengths can vary."""

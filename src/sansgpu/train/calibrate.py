@@ -21,6 +21,7 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch, micro_batches_per_rank
+from sansgpu.models.costing import Costs
 from sansgpu.models.modules import blocks_of, compile_blocks
 from sansgpu.tasks.task import Objective, OnPolicyObjective, StepWideObjective, TaskClass
 from sansgpu.train.state import TrainState
@@ -44,14 +45,14 @@ class Timing:
     generation_block_seconds: float = 0.0  # this and the next one are 0 unless the task generates text
     generation_ends_seconds: float = 0.0
 
-    def pass_seconds(self, layers: int) -> float:
-        """Returns the time of a forward and backward pass of a micro-batch through `layers` blocks."""
+    def pass_seconds(self, layers: float) -> float:
+        """Returns the time of a forward and backward pass of a micro-batch through `layers` trained blocks."""
         return self.ends_seconds + layers * self.block_seconds
 
-    def step_seconds(self, layers: int, accumulation: int) -> float:
-        """Returns the time of a step of a model with `layers` blocks."""
-        update = self.update_ends_seconds + layers * self.update_block_seconds
-        return accumulation * self.pass_seconds(layers) + update + self.generation_seconds(layers)
+    def step_seconds(self, costs: Costs, accumulation: int) -> float:
+        """Returns the time of a step of a model with these costs."""
+        update = self.update_ends_seconds + costs.trained_layers * self.update_block_seconds
+        return accumulation * self.pass_seconds(costs.pass_layers) + update + self.generation_seconds(costs.layers)
 
     def generation_seconds(self, layers: int) -> float:
         """Returns the time in which a model with `layers` blocks generates the text of a step."""
@@ -115,7 +116,7 @@ class Calibration:
 
     def _seconds_per_example(self, timing: Timing) -> float:
         """Returns seconds per example without the update."""
-        return timing.pass_seconds(self._layers) / timing.micro_batch
+        return timing.pass_seconds(self.task.costs(self.config).pass_layers) / timing.micro_batch
 
     def _timed(self, size: int, layers: int) -> tuple[int, tuple[float, float, float]]:
         """Times a model with `layers` blocks, or more if it does not run with so few.

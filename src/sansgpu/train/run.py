@@ -6,6 +6,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ class TrainingRun:
         """Mean number of tokens of an example that a model need not compute, as another of its micro-batch has them."""
         return shared_tokens(self.config, self.corpus, self.execution.micro_batch)
 
+    @cached_property
+    def kept_tokens(self) -> int:
+        """Tokens of the data for which the outputs of frozen layers are kept."""
+        keeps = self.costs.skips_frozen and self.corpus is not None
+        return task_of(self.config).kept_tokens(self.corpus) if keeps else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of these outputs on the disk."""
+        return self.kept_tokens * self.costs.width * self.execution.compute_dtype.itemsize
+
     @property
     def computed_per_step(self) -> int:
         """Tokens of a step that are computed, of which `tokens_per_step` may have more."""
@@ -110,7 +122,8 @@ class TrainingRun:
     @property
     def steps_per_evaluation(self) -> float:
         """Estimated duration of an evaluation divided by that of a step."""
-        return self.eval_token_ratio / (1.0 if self.config.settings.generates else EVALUATED_IN_A_STEP)
+        work = self.costs.evaluated_layers / self.costs.pass_layers
+        return self.eval_token_ratio * (1.0 if self.config.settings.generates else work / EVALUATED_IN_A_STEP)
 
     def peak_gemm_rate(self, again: bool = False) -> float:
         """Returns the best GEMM rate of this process in FLOP/s; `again` measures it once more."""
@@ -128,7 +141,7 @@ class TrainingRun:
         parts = costs.parameters()
         return {
             "parameters": sum(parts.values()),
-            "trained_parameters": parts.get("adapter", sum(parts.values())),
+            "trained_parameters": parts.get("adapter", costs.trained()),
             "optimizer": training.optimizer,
             "learning_rate": training.learning_rate,
             "micro_batch": execution.micro_batch,

@@ -39,6 +39,8 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         f"at a learning rate of {plan['learning_rate']:g}, {_precisions(plan)}, {counted(plan['threads'], 'thread')}, "
         f"{'compiled, ' if plan['compile'] == 'on' else ''}{plan['kernels']} kernels",
     )
+    if plan["kept_bytes"]:
+        table.add_row("disk", f"{storage(plan['kept_bytes'])} in the cache for the outputs of the frozen layers")
     if plan["tokens_per_second"] and plan["step_seconds"]:
         share = plan["machine_share"]
         table.add_row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,8 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.config.wording import first_line, shown
 from sansgpu.models import families
 from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base, write_folder_atomically
+from sansgpu.models.frozen_layers import FrozenLayers
+from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.adapter_config import require_lora, stored_lora_config, write_adapter_config
 from sansgpu.models.huggingface.merging import adapted_layers, has_bias, merge_adapter, require_known_biases
 from sansgpu.models.huggingface.pretrained import (
@@ -29,8 +31,9 @@ from sansgpu.models.huggingface.pretrained import (
     seeded,
     stored_dtype,
 )
-from sansgpu.models.huggingface.probes import body_of
+from sansgpu.models.huggingface.probes import autocast_of, body_of, probe_tokens
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, save_tokenizer
+from sansgpu.models.modules import blocks_of
 from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:  # functions import these when they need them, because that takes seconds
@@ -38,6 +41,7 @@ if TYPE_CHECKING:  # functions import these when they need them, because that ta
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
+FROZEN_PROBE = 8  # tokens of the pass that finds what runs before the first trained block
 
 
 def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str] | str:
@@ -170,9 +174,21 @@ def _lora_config(loaded: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         lora_alpha=cast(Any, model.lora_alpha),  # peft annotates it as int, but floats work
         lora_dropout=model.lora_dropout,
         target_modules=adapter_targets(loaded, model.lora_targets),
+        exclude_modules=_names_in_frozen_blocks(loaded, model),
         use_dora=model.adapter == "dora",
         modules_to_save=trained_heads,
     )
+
+
+def _names_in_frozen_blocks(loaded: PreTrainedModel, model: ModelConfig) -> str | None:
+    """Returns a regular expression for the names of modules in blocks that are not trained; None without such blocks.
+
+    Raises ConfigError if the model has fewer blocks than `model.trained_layers`.
+    """
+    blocks = blocks_of(loaded)
+    frozen = {id(block) for block in blocks[: len(blocks) - model.trained_blocks(len(blocks))]}
+    names = [re.escape(name) for name, module in loaded.named_modules() if id(module) in frozen]
+    return rf"({'|'.join(names)})\..*" if names else None
 
 
 def load_adapter_weights(adapted: Any, model: ModelConfig) -> None:
@@ -272,6 +288,20 @@ def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) 
             require_known_biases(merged.state_dict(), model, head)
         return merged
     return load_pretrained(frozen_base(model), head, seed)
+
+
+def freeze_layers(loaded: PreTrainedModel, model: ModelConfig) -> FrozenLayers | None:
+    """Freezes what is below the last `model.trained_layers` blocks, and returns it; None if all blocks are trained.
+
+    Raises ConfigError if the model has fewer blocks.
+    """
+    if model.trained_layers is None:
+        return None
+    blocks, tokens = blocks_of(loaded), probe_tokens(loaded, FROZEN_PROBE)[None].to(loaded.device)
+    trained = model.trained_blocks(len(blocks))
+    autocast = nullcontext() if loaded.device.type == "meta" else autocast_of(loaded)
+    with reading(loaded), torch.enable_grad(), autocast:
+        return FrozenLayers(loaded, blocks, trained, lambda: body_of(loaded)(input_ids=tokens))
 
 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:

@@ -13,8 +13,9 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats
-from sansgpu.models.huggingface.adapters import add_adapter
+from sansgpu.models.huggingface.adapters import add_adapter, freeze_layers
 from sansgpu.models.huggingface.pretrained import Head, meta_model, shortened_configs
+from sansgpu.models.huggingface.probes import can_pack, may_share
 from sansgpu.models.huggingface.source import base_precision, stored_weights
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, QuantizedWeights, module_shape
 
@@ -28,7 +29,6 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
-    from sansgpu.models.huggingface.packed_forward import can_pack, may_share
     from sansgpu.models.huggingface.patches import patch_model  # imports transformers, which is slow
 
     settings = ModelConfig.model_validate_json(model_json)
@@ -37,6 +37,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     if settings.adapter != "none":
         with torch.device("meta"):
             add_adapter(model, settings, 0)
+    freeze_layers(model, settings)
     packs = can_pack(model)
     patch_model(model)
     shares = packs and may_share(model)
@@ -46,6 +47,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     shape = module_shape(model, int(config.hidden_size), _heads(config), vocabulary, outputs)
     shortens = any(True for _ in shortened_configs(settings, head, 1))
     shape = replace(shape, packs=packs, shares=shares, shortens=shortens)
+    shape = replace(shape, trained_layers=settings.trained_blocks(shape.layers))
     return replace(shape, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
 
 
@@ -93,8 +95,14 @@ class PretrainedCosts(ModuleCosts):
     def work(self, tokens: float) -> StepWork:
         return replace(super().work(tokens), muon=0.0)
 
+    @property
+    def skips_frozen(self) -> bool:
+        return bool(self.model.keep_activations)
+
     def head_bytes(self, execution: Execution) -> int:
-        trained = self.model.adapter == "none" and self.shape.outputs == self.shape.vocabulary
+        shape, all_trained = self.shape, self.model.trained_layers is None
+        is_table = shape.outputs == shape.vocabulary and (all_trained or shape.head > 0)  # a tied head may be frozen
+        trained = self.model.adapter == "none" and is_table
         return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained)
 
     def weight_bytes(self, execution: Execution) -> int:

@@ -6,6 +6,7 @@ B examples, N tokens in total, T tokens in the longest example, D width, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,33 +21,28 @@ from sansgpu.kernels.cross_entropy import (
     linear_cross_entropy,
     target_log_probabilities,
 )
-from sansgpu.models.attention_windows import (
-    CONVOLUTION,
-    FULL,
-    SLIDING,
-    causal_window,
-    encoder_window,
-    has_convolutions,
-    has_windows,
-    layer_types,
-)
+from sansgpu.models.attention_windows import CONVOLUTION, FULL, SLIDING, has_convolutions, layer_types
+from sansgpu.models.frozen_layers import FrozenLayers
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.probes import (
     PROBE_LONGEST,
+    attends_by_ranges,
     autocast_of,
     body_of,
+    can_pack,
     has_causal_attention,
     head_is_plain,
+    may_share,
     packs_well,
     position_offset,
     shares_well,
+    window_of,
 )
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
+from sansgpu.models.kept_states import KeptStates
 from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.packed_masks import KeyRanges, PackedMask, TokenPositions, stand_in_mask
 from sansgpu.models.quantized_layers import matrix_of
-from sansgpu.models.relative_attention import has_relative_attention
 from sansgpu.models.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
@@ -68,12 +64,14 @@ class UnpaddedModel:
         self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
         self.causal = has_causal_attention(model)
-        self._window = _window_of(model)
+        self._window = window_of(model)
         self._has_convolutions = has_convolutions(self._text)
-        self._by_ranges = _attends_by_ranges(model)
+        self._by_ranges = attends_by_ranges(model)
         self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         self.shares = False  # until a probe below shows that sharing changes no output
+        self.frozen: FrozenLayers | None = None
+        self.kept: KeptStates | None = None  # outputs of the frozen layers
         self._counts = [0, 0]  # tokens of sequences, and those that were computed, in passes of training
         with reading(model), torch.no_grad(), autocast_of(model):
             unscaled = min(longest, self._rotary.unscaled or longest)
@@ -109,12 +107,29 @@ class UnpaddedModel:
         local = stand_in_mask(windowed(self._window), device)
         return {FULL: stand_in_mask(mask, device), SLIDING: local} if layer_types(self._text) else local
 
-    def _inputs(
+    @contextmanager
+    def _forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
-    ) -> tuple[dict[str, torch.Tensor], Flat]:
-        """Returns the model's keyword arguments, and a function that gathers the N tokens of its outputs.
+    ) -> Iterator[tuple[dict[str, torch.Tensor], Flat]]:
+        """Context for a forward pass, which skips frozen layers if their outputs are kept for all examples.
 
-        `tokens` and `types` are (N,).
+        Yields the model's keyword arguments, and a function that gathers the N tokens of its outputs. `tokens` and
+        `types` are (N,).
+        """
+        inputs, flat, arranged = self._inputs(tokens, lengths, types)
+        states = None if self.kept is None else self.kept.rows(tokens, lengths, types)
+        if self.frozen is None or states is None:
+            yield inputs, flat
+            return
+        with self.frozen.skipped(arranged(states)):
+            yield inputs, flat
+
+    def _inputs(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], Flat, Flat]:
+        """Returns the model's keyword arguments, and functions that gather and arrange tokens.
+
+        The first one gathers the N tokens of an output (B, T, ...), and the second one does the opposite.
         """
         row = SharedPrefixes.of(tokens, lengths) if self.shares and types is None else None
         if row is not None and row.saved < MIN_SAVED * len(tokens):
@@ -123,7 +138,8 @@ class UnpaddedModel:
             self._counts[0] += len(tokens)
             self._counts[1] += len(tokens if row is None else row)
         if row is not None:
-            return self._shared_inputs(tokens, row), lambda output: row.expand(output[0])
+            inputs = self._shared_inputs(tokens, row)
+            return inputs, lambda output: row.expand(output[0]), lambda rows: rows[row.originals][None]
         examples, positions = token_places(lengths)
         if self.packs:
             inputs = self.packed_inputs(tokens[None], positions[None])
@@ -131,8 +147,9 @@ class UnpaddedModel:
                 inputs["attention_mask"] = self._packed_mask(examples[None], positions[None])
             if types is not None:
                 inputs["token_type_ids"] = types[None]
-            return inputs, lambda output: output[0]
-        return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
+            return inputs, lambda output: output[0], lambda rows: rows[None]
+        padded = self._padded(tokens, lengths, types)
+        return padded, lambda output: output[examples, positions], lambda rows: _pad(rows, lengths)
 
     def take_counts(self) -> tuple[float, float]:
         """Returns and resets how many tokens training passes had, and how many of them were computed."""
@@ -264,11 +281,19 @@ class UnpaddedModel:
 
     def _sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
         """Runs the base model on packed examples and the head on padded ones, which every head supports."""
-        padded = self._padded(tokens, lengths, types)
-        if not self.packs:
-            plain: torch.Tensor = self.model(**padded).logits
-            return plain
-        packed, flat = self._inputs(tokens, lengths, types)
+        with self._forward(tokens, lengths, types) as (inputs, flat):
+            if self.packs:
+                return self._logits_of_packed(inputs, flat, self._padded(tokens, lengths, types), lengths)
+            logits: torch.Tensor = self.model(**inputs).logits
+            return logits
+
+    def _logits_of_packed(
+        self,
+        packed: dict[str, torch.Tensor],
+        flat: Flat,
+        padded: dict[str, torch.Tensor],
+        lengths: torch.Tensor,
+    ) -> torch.Tensor:
         base: Any = body_of(self.model)
 
         def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -288,6 +313,12 @@ class UnpaddedModel:
                 hook.remove()
         return logits
 
+    def frozen_states(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Returns what the frozen layers compute: (N, D)."""
+        assert self.frozen is not None
+        below = self.frozen.output
+        return self._by_token(lambda inputs: below(lambda: body_of(self.model)(**inputs)), tokens, lengths, types)
+
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the final hidden states of the base model: (N, D)."""
         return self._by_token(lambda inputs: body_of(self.model)(**inputs).last_hidden_state, tokens, lengths)
@@ -298,8 +329,8 @@ class UnpaddedModel:
         return _in_order(parts)
 
     def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-        inputs, flat = self._inputs(tokens, lengths)
-        return logits_of(self.model, lambda states: flat(states)[masked], **inputs)
+        with self._forward(tokens, lengths) as (inputs, flat):
+            return logits_of(self.model, lambda states: flat(states)[masked], **inputs)
 
     def _groups(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields the token indices (n,) and lengths (b,) of the examples for each forward pass."""
@@ -323,8 +354,9 @@ class UnpaddedModel:
         """Calls `run` with the model's keyword arguments and returns its output for each of the N tokens: (N, ...)."""
         parts = []
         for indices, group in self._groups(lengths):
-            inputs, flat = self._inputs(tokens[indices], group, None if types is None else types[indices])
-            parts.append((indices, flat(run(inputs))))
+            own_types = None if types is None else types[indices]
+            with self._forward(tokens[indices], group, own_types) as (inputs, flat):
+                parts.append((indices, flat(run(inputs))))
         return _in_order(parts)
 
 
@@ -363,34 +395,3 @@ def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return parts[0][1]
     indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
     return values[indices.argsort()]
-
-
-def can_pack(model: PreTrainedModel) -> bool:
-    """Returns whether the model's attention masks allow packing, without running the model.
-
-    They do not if an encoder has windows that our masks do not support, or if the mask has a fixed size, as in GPT-Neo,
-    because packed examples may be longer than the mask.
-    """
-    config = model.config.get_text_config()
-    places = getattr(config, "max_position_embeddings", None)
-    if any(buffer.shape[-2:] == (places, places) for buffer in model.buffers()):
-        return False
-    return has_causal_attention(model) or not has_windows(config) or encoder_window(config) is not None
-
-
-def may_share(model: PreTrainedModel) -> bool:
-    """Returns whether the model's attention allows examples to share beginnings, without running the model."""
-    plain = not has_convolutions(model.config.get_text_config()) and not LengthDependentRotary(model)
-    return plain and has_causal_attention(model) and _attends_by_ranges(model)
-
-
-def _attends_by_ranges(model: PreTrainedModel) -> bool:
-    """Returns whether key ranges can express all attention masks of the model."""
-    text: Any = model.config.get_text_config()
-    known = _window_of(model) is not None or has_convolutions(text) or not has_windows(text)
-    return known and (model.config._attn_implementation == NAME or has_relative_attention(model))
-
-
-def _window_of(model: PreTrainedModel) -> int | None:
-    text: Any = model.config.get_text_config()
-    return causal_window(text) if has_causal_attention(model) else encoder_window(text)

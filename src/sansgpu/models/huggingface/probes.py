@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import MIN_ROWS, Linear
+from sansgpu.models.attention_windows import causal_window, encoder_window, has_convolutions, has_windows
+from sansgpu.models.huggingface.attention_interface import NAME
+from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear
+from sansgpu.models.relative_attention import has_relative_attention
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedModel
@@ -179,6 +183,37 @@ def position_offset(model: PreTrainedModel) -> int:
 
 def has_causal_attention(model: PreTrainedModel) -> bool:
     return any(m.is_causal for m in model.modules() if hasattr(m, "is_causal"))
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Returns whether the model's attention masks allow packing, without running the model.
+
+    They do not if an encoder has windows that our masks do not support, or if the mask has a fixed size, as in GPT-Neo,
+    because packed examples may be longer than the mask.
+    """
+    config = model.config.get_text_config()
+    places = getattr(config, "max_position_embeddings", None)
+    if any(buffer.shape[-2:] == (places, places) for buffer in model.buffers()):
+        return False
+    return has_causal_attention(model) or not has_windows(config) or encoder_window(config) is not None
+
+
+def may_share(model: PreTrainedModel) -> bool:
+    """Returns whether the model's attention allows examples to share beginnings, without running the model."""
+    plain = not has_convolutions(model.config.get_text_config()) and not LengthDependentRotary(model)
+    return plain and has_causal_attention(model) and attends_by_ranges(model)
+
+
+def attends_by_ranges(model: PreTrainedModel) -> bool:
+    """Returns whether key ranges can express all attention masks of the model."""
+    text: Any = model.config.get_text_config()
+    known = window_of(model) is not None or has_convolutions(text) or not has_windows(text)
+    return known and (model.config._attn_implementation == NAME or has_relative_attention(model))
+
+
+def window_of(model: PreTrainedModel) -> int | None:
+    text: Any = model.config.get_text_config()
+    return causal_window(text) if has_causal_attention(model) else encoder_window(text)
 
 
 def sees_later_tokens(model: PreTrainedModel) -> bool:

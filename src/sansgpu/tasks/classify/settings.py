@@ -108,7 +108,7 @@ def _few_shot_problems(config: Any) -> Iterator[str]:
 
 FEW_SHOT = TaskSettings(
     "classify",
-    ("texts", "pooling", "packing", "pretrained", "rows", "adapter", "labels"),
+    ("texts", "pooling", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations", "labels"),
     implementation="sansgpu.tasks.classify.few_shot:FewShot",
     kind="few_shot",
     extra_keys=("data.label_column",),
@@ -132,7 +132,7 @@ FEW_SHOT = TaskSettings(
 
 SETTINGS = TaskSettings(
     "classify",
-    ("texts", "pairs", "packing", "pretrained", "rows", "adapter", "labels"),
+    ("texts", "pairs", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations", "labels"),
     implementation="sansgpu.tasks.classify.task:Classify",
     description="classify texts, or predict scores for them",
     purpose=Purpose("classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),

@@ -78,7 +78,7 @@ EMBEDDING_METRICS = (
 
 SETTINGS = TaskSettings(
     "embed",
-    ("texts", "pairs", "pooling", "packing", "pretrained", "rows", "adapter"),
+    ("texts", "pairs", "pooling", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations"),
     implementation="sansgpu.tasks.embed.task:TextEmbedding",
     description="train an embedding model for texts",
     purpose=Purpose(

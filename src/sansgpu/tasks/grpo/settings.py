@@ -94,7 +94,7 @@ def _grpo_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "grpo",
-    ("samples", "packing", "pretrained", "rows", "adapter", "chat template"),
+    ("samples", "packing", "pretrained", "rows", "adapter", "trained layers", "chat template"),
     sections=(GRPOTrainingConfig,),
     implementation="sansgpu.tasks.grpo.task:GRPO",
     description="reinforcement learning with verifiers of the answers",

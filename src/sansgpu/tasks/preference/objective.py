@@ -12,6 +12,7 @@ from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.kept_activations import TokenSequences
 from sansgpu.tasks.preference.batch import ANSWERS, AnswerPairs
 from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses, reward_metrics
 from sansgpu.tasks.preference.sequences import AnswerSequences
@@ -28,6 +29,11 @@ class PreferenceObjective(FineTuning):
         super().__init__(*arguments, **named)
         self.preference = PreferenceTrainingConfig.of(self.config).preference
         self._step_sums = StepSums()
+
+    @staticmethod
+    def sequences(batch: Any) -> TokenSequences:
+        answers = AnswerSequences.of(batch.sizes)
+        return TokenSequences(batch.tokens[answers.tokens], answers.lengths)
 
     def log_probabilities(self, batch: AnswerPairs) -> torch.Tensor:
         """Returns the log-probability of each answer, (B, 2) fp64, summed over its targets that are learned."""

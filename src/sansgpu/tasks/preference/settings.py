@@ -100,7 +100,17 @@ PREFERENCE_METRICS = (
 def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str = "", label: str = "") -> TaskSettings:
     return TaskSettings(
         "preference",
-        ("samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
+        (
+            "samples",
+            "packing",
+            "pretrained",
+            "rows",
+            "adapter",
+            "trained layers",
+            "kept activations",
+            "chat template",
+            "long rows",
+        ),
         sections=(PreferenceTrainingConfig,),
         implementation=implementation,
         kind=kind,

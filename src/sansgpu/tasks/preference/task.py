@@ -155,7 +155,11 @@ CHUNK = 64  # examples per file of the cache, so that a killed run loses little 
 _FILE = "log_probabilities.npy"
 
 
-_ADAPTER_KEYS = {"name_or_path", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter"}
+# The keys of a model that do not change the reference, which is the model before training.
+_TRAINING_KEYS = {
+    "name_or_path", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter",
+    "trained_layers", "keep_activations",
+}  # fmt: skip
 
 
 def compute_reference(
@@ -175,7 +179,7 @@ def compute_reference(
     """
     splits = [(part, np.split(np.arange(len(part)), range(CHUNK, len(part), CHUNK))) for part in parts]
     chunks = [(part, numbers) for part, pieces in splits for numbers in pieces]
-    weights = (weights_fingerprint(settings), settings.model_dump_json(exclude=_ADAPTER_KEYS), precision)
+    weights = (weights_fingerprint(settings), settings.model_dump_json(exclude=_TRAINING_KEYS), precision)
     own = {}
     for number in range(group.rank, len(chunks), group.size):
         progress("computing the reference", number, len(chunks), "batch")

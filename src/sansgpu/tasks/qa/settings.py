@@ -48,7 +48,7 @@ QUESTION_METRICS = (
 
 SETTINGS = TaskSettings(
     "qa",
-    ("windows", "packing", "pretrained", "rows", "adapter"),
+    ("windows", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations"),
     implementation="sansgpu.tasks.qa.task:QA",
     description="extractive question answering",
     purpose=Purpose("find answers in text", "questions with contexts and answers, as in SQuAD", SMALL_ENCODER),

@@ -47,7 +47,18 @@ def _sft_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "sft",
-    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
+    (
+        "text generation",
+        "samples",
+        "packing",
+        "pretrained",
+        "rows",
+        "adapter",
+        "trained layers",
+        "kept activations",
+        "chat template",
+        "long rows",
+    ),
     sections=(DistilledTrainingConfig, ConversationDataConfig),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",

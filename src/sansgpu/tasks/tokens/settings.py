@@ -30,7 +30,7 @@ def _tag_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "tokens",
-    ("windows", "packing", "pretrained", "rows", "adapter", "labels"),
+    ("windows", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations", "labels"),
     implementation="sansgpu.tasks.tokens.task:Tokens",
     description="tag words, e.g. find entities (token classification)",
     purpose=Purpose("find entities in text", "sentences with tags", SMALL_ENCODER),

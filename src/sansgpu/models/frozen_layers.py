@@ -1,0 +1,112 @@
+"""Freezes the lower blocks of a model, and skips them where the activations that they would compute are known.
+
+B batch, T tokens per row, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _ReachedError(Exception):
+    """Ends a forward pass at the first trained block."""
+
+
+class FrozenLayers:
+    """The frozen part of a model: everything that runs before the last `trained` of its `blocks`.
+
+    Its weights get no gradient, and it runs without dropout, so its output depends only on the model's input.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], trained: int, run: Callable[[], object]) -> None:
+        """Freezes the weights. `run` calls the model on some input, to find out what runs before the blocks."""
+        self.blocks, self._first = list(blocks[: len(blocks) - trained]), blocks[len(blocks) - trained]
+        self._returned = 0  # length of the tuples that frozen blocks return; 0: they return tensors
+        table = getattr(model, "get_input_embeddings", lambda: None)()
+        parts = [*self.blocks, *([] if table is None else [table])]
+        hooks = [m.register_forward_hook(lambda module, *_: parts.append(module)) for m in model.modules()]
+        try:
+            entering = self._run_below(run)
+        except Exception:  # anything that the code of a model may raise, e.g. one that needs other inputs
+            entering = []
+            parts += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for parameter in {p for part in parts for p in part.parameters()} | _weights_behind(entering):
+            parameter.requires_grad_(False)
+        self._modules = list(dict.fromkeys(module for part in parts for module in part.modules()))
+
+    def _run_below(self, run: Callable[[], object]) -> list[torch.Tensor]:
+        """Calls the model up to the first trained block, and returns the tensors that are passed to that."""
+        entering = list[torch.Tensor]()
+
+        def reached(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            entering.extend(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            raise _ReachedError
+
+        hook = self._first.register_forward_pre_hook(reached, with_kwargs=True)
+        try:
+            run()
+        except _ReachedError:
+            pass
+        finally:
+            hook.remove()
+        return entering
+
+    def without_dropout(self) -> None:
+        """Puts the frozen part into evaluation mode, which `model.train()` has ended."""
+        for module in self._modules:
+            module.training = False
+
+    def output(self, run: Callable[[], object]) -> torch.Tensor:
+        """Returns what the last frozen block computes when `run` calls the model, (B, T, D)."""
+        found: list[Any] = []
+        hook = self.blocks[-1].register_forward_hook(lambda module, args, output: found.append(output))
+        try:
+            self._run_below(run)
+        finally:
+            hook.remove()
+        output = found[-1]
+        self._returned = len(output) if isinstance(output, tuple) else 0
+        states: torch.Tensor = output[0] if self._returned else output
+        return states
+
+    @contextmanager
+    def skipped(self, output: torch.Tensor | None) -> Iterator[None]:
+        """Context in which the frozen blocks return `output` (B, T, D). If it is None, they run."""
+        if output is None:
+            yield
+            return
+        result = (output, *[None] * (self._returned - 1)) if self._returned else output
+        before = [vars(block).get("forward") for block in self.blocks]
+        for block in self.blocks:
+            block.forward = lambda *args, **kwargs: result
+        try:
+            yield
+        finally:
+            for block, forward in zip(self.blocks, before, strict=True):
+                if forward is None:
+                    del block.forward
+                else:
+                    block.forward = forward
+
+
+def _weights_behind(tensors: Sequence[torch.Tensor]) -> set[nn.Parameter]:
+    """Returns the weights from which tensors were computed, according to their autograd graphs."""
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(pending), set[nn.Parameter]()
+    while pending:
+        node = pending.pop()
+        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+            found.add(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
