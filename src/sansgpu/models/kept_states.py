@@ -19,9 +19,9 @@ Load = Callable[[], np.ndarray]  # opens the hidden states of some sequences: (N
 
 def sequence_key(tokens: np.ndarray, types: np.ndarray | None) -> bytes:
     """Returns a hash of a sequence of tokens and, if the model uses them, their token types."""
-    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int64), digest_size=16)
+    digest = hashlib.blake2b(tokens.astype(np.int64).tobytes(), digest_size=16)
     if types is not None:
-        digest.update(np.ascontiguousarray(types, np.int64))
+        digest.update(types.astype(np.int64).tobytes())
     return digest.digest()
 
 

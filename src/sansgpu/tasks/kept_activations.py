@@ -116,11 +116,11 @@ class ActivationFiles:
             if isinstance(dtype, str):
                 return dtype
             kept, local, missing = KeptStates(dtype), group.local_ranks, []
-            content = weights_fingerprint(model), model.trained_layers, model.base_precision, self._precision
-            content = *content, isa(), torch.get_num_threads(), str(self._device)
+            weights = weights_fingerprint(model), model.trained_layers, model.base_precision
+            machine = self._precision, isa(), torch.get_num_threads(), str(self._device)
             for chunk in chunks_of(sequences.values(), FILE_TOKENS):
                 keys, lengths = [one.key for one in chunk], [len(one.tokens) for one in chunk]
-                folder = self._folder / cache_key("activations", *content, keys)
+                folder = self._folder / cache_key("activations", *weights, *machine, keys)
                 kept.add(keys, lengths, partial(self._read, folder, sum(lengths)))
                 if folder.is_dir():
                     with suppress(OSError):
@@ -181,8 +181,9 @@ class ActivationFiles:
         return states.dtype if equal else "its trained blocks need more than the output of the last frozen one"
 
     def _states(self, sequences: TokenSequences) -> torch.Tensor:
-        on_device = (None if t is None else t.to(self._device) for t in vars(sequences).values())
-        return self._unpadded.frozen_states(*on_device).detach()
+        tokens, lengths = sequences.tokens.to(self._device), sequences.lengths.to(self._device)
+        types = None if sequences.types is None else sequences.types.to(self._device)
+        return self._unpadded.frozen_states(tokens, lengths, types).detach()
 
     def _require_disk(self, chunks: list[list[TokenSequences]]) -> None:
         width = int(self._unpadded.model.config.get_text_config().hidden_size)
