@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def fill(home: Path) -> None:
     chat_rows(home / "sft.jsonl")
 
 
-def chosen(home: Path, task: str, architecture: str, *changes: dict[str, object]) -> list[str]:
+def chosen(home: Path, task: str, architecture: str, *changes: Mapping[str, object]) -> list[str]:
     data = home / ("tokens.conll" if task == "tokens" else f"{task}.jsonl")
     own = {
         "task": task, "model.name_or_path": model_folder(architecture), "data.dataset_name": data,

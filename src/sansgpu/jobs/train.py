@@ -283,9 +283,10 @@ def _run(
     execution, paths = run.execution, run.paths
     set_matmul_precision(task.model, execution.precision)
     where = execution.device, execution.precision, run.cache, output.progress, execution.group
-    is_kept = run.config.model.keep_activations and isinstance(task, KeepsActivations)
-    if is_kept and (reason := task.keep_activations(*where)):
-        output.warn(f"the outputs of the frozen layers are computed in every step, because {reason}.")
+    if run.config.model.keep_activations and isinstance(task, KeepsActivations):
+        reason = task.keep_activations(*where)
+        if reason is not None:
+            output.warn(f"the outputs of the frozen layers are computed in every step, because {reason}.")
     if isinstance(task, ComparedWithReference):
         task.compute_reference(*where)
     if snapshot is None and execution.group.is_main and isinstance(task, InitializedFromData):
