@@ -34,9 +34,10 @@ from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
+from sansgpu.tasks.capabilities import KeepsActivations
 from sansgpu.tasks.configuration import load_config, recorded_values
 from sansgpu.tasks.registry import task_of
-from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, KeepsActivations, Task
+from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
 from sansgpu.train.branches import switch_to
 from sansgpu.train.loop import Trainer, TrainingResult
 from sansgpu.train.run import TrainingRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from sansgpu.config.schema import Config
 from sansgpu.data.rows import SourceRow
 from sansgpu.events.progress import ReportProgress
+from sansgpu.machine.distributed.group import Group
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.tasks.task import TrainedModel, Verb
@@ -152,3 +153,13 @@ CAPABILITIES: dict[Verb, type] = {
 def can(task_class: Any, verb: Verb) -> bool:
     """Returns whether a command supports the models of a task."""
     return issubclass(task_class, CAPABILITIES[verb])
+
+
+@runtime_checkable
+class KeepsActivations(Protocol):
+    """A task that can compute the outputs of a model's frozen layers once for all data, before training."""
+
+    def keep_activations(
+        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
+    ) -> str | None:
+        """Computes them, or reads them from the cache. Returns why they are not kept, if so. Raises ConfigError."""

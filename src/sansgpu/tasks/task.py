@@ -222,16 +222,6 @@ class ComparedWithReference(Protocol):
 
 
 @runtime_checkable
-class KeepsActivations(Protocol):
-    """A task that can compute the outputs of a model's frozen layers once for all data, before training."""
-
-    def keep_activations(
-        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
-    ) -> str | None:
-        """Computes them, or reads them from the cache. Returns why they are not kept, if so. Raises ConfigError."""
-
-
-@runtime_checkable
 class InitializedFromData(Protocol):
     """A task whose initial weights depend on the training data."""
 
