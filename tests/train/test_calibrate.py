@@ -35,5 +35,5 @@ class Recorded(Calibration):
 )
 def test_the_fastest_micro_batch_is_found_beside_noise(seconds: tuple[float, ...], chosen: int) -> None:
     config = Config()
-    calibration = Recorded(task_of(config), config, Execution(), config.window, True, seconds)
+    calibration = Recorded(task_of(config), config, Execution(), config.window, True, seconds=seconds)
     assert calibration.fastest([1 << n for n in range(len(seconds))], ignore_progress).micro_batch == chosen

@@ -22,6 +22,7 @@ from sansgpu.tasks.base import EXPECTED_CHARACTERS, ObjectiveBase
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_prompts
 from sansgpu.tasks.embed.settings import EmbeddingDataConfig, EmbeddingTrainingConfig
+from sansgpu.tasks.evaluation import TokensOf
 from sansgpu.tasks.fine_tuning import random_tokens
 from sansgpu.tasks.static.costs import StaticCosts
 from sansgpu.tasks.static.distill import DEFAULT_DIM, reduced_dim
@@ -61,7 +62,7 @@ class StaticObjective(ComparedEmbeddings, ObjectiveBase):
         tokens, lengths = (torch.from_numpy(part) for part in self.reader.encode(texts))
         return self.model.encode(tokens, lengths, self.layout).numpy()
 
-    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def ordered(self, indices: np.ndarray, lengths: np.ndarray, sequence: TokensOf | None = None) -> np.ndarray:
         """Returns `indices` unchanged, because texts are not padded."""
         return indices
 
