@@ -118,7 +118,7 @@ class EncodedWindow(NamedTuple):
 
     window: Window
     offsets: np.ndarray  # (T, 2) int32: start and end character of each token in its text
-    sides: np.ndarray  # (T,): 0 for tokens of the first text, 1 for those of the second, -1 for special tokens
+    sides: np.ndarray  # (T,): 0 for tokens of the first text, 1 for tokens of the second, -1 for special tokens
 
 
 def encoded_windows(

@@ -34,7 +34,7 @@ T = TypeVar("T")
 FORMAT = 1  # version of the store format, part of every cache key
 ENCODE_CHARS = 4 << 20  # characters per call of the tokenizer: enough to keep all threads busy in little memory
 CHECK_BLOCK = 1 << 24  # tokens whose ids are checked at a time, to bound the memory
-BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts can be below it
+MIN_BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts can be below it
 USUAL_TOKEN_BYTES = 4  # bytes of English text per token of a trained BPE tokenizer
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
@@ -152,7 +152,7 @@ def _limits(max_tokens: int | None) -> tuple[int, ...]:
 
 
 def _require_space(source: Source, cache: Path, dtype: np.dtype, max_tokens: int | None) -> None:
-    tokens = source.size_bytes // BYTES_PER_TOKEN
+    tokens = source.size_bytes // MIN_BYTES_PER_TOKEN
     needed = (tokens if max_tokens is None else min(tokens, max_tokens)) * dtype.itemsize
     free = free_disk_bytes(cache.absolute())
     if needed > free:

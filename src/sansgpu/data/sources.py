@@ -35,6 +35,8 @@ from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.hub import reading_hub
 
+BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
+
 
 @dataclass(frozen=True)
 class Source:

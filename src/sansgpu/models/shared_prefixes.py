@@ -169,7 +169,7 @@ class _CopyRows(torch.autograd.Function):
 
 def lexicographic_order(sequences: Sequence[np.ndarray]) -> list[int]:
     """Returns the numbers of the sequences of tokens in an order in which those that begin equally are neighbors."""
-    keys = [ids.astype(_INTEGERS).tobytes() for ids in sequences]
+    keys = [ids.astype(_INTEGERS, copy=False).tobytes() for ids in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 

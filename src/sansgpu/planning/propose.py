@@ -15,6 +15,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count
+from sansgpu.data.sources import BYTES_PER_TOKEN
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
@@ -42,7 +43,6 @@ VOCABULARIES = (  # (bytes of text, vocabulary size)
     (1.5e6, 2048), (2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768),
 )  # fmt: skip
 DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
-BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
 REPEATED_EMBEDDING_RATE = 1  # with the default of 3, embeddings learn a text by heart that is read more than twice
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
 EQUAL_LOSS_RATIO = 0.01  # a larger model that is better by less than this does not pay

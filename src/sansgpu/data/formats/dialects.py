@@ -68,7 +68,7 @@ class Dialect:
     has_quotes: bool = True
     skip_spaces: bool = False  # spaces after separators are no part of the fields
     skipped_lines: int = 0  # before the first record
-    titles: int = 0  # those of them that are above the header of a table
+    titles: int = 0  # the skipped lines that are titles above the header of a table
     row_index: bool = False  # the first field of each record, except for the header, is an index
     header_index: bool = False  # so is that of the header
     words: tuple[tuple[int, str], ...] = ()  # the EMPTY_WORDS that are values, with their column

@@ -27,7 +27,7 @@ FEW_LETTERS = 4  # fewer letters beyond ASCII are no evidence of a script other 
 _MARKS = {codecs.BOM_UTF8: UTF8, codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
           codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
 _SYMBOLS = "“”„‘’–—…€", "°«»¿¡´·§©®™•£½²³ºª‚№،؟؛\xa0"  # those that are frequent, and those that are rarer
-# The letters of languages beyond ASCII: a text has those of one language, seldom those of others.
+# The letters of languages beyond ASCII. A text has letters of one language, and seldom letters of others.
 _WESTERN = (
     "äöüß", "àâæçéèêëîïôœùûü", "áéíñóúü", "àáâãçéêíóôõú", "àèéìòù", "åäöæøé", "áðéíóúýþæö", "éëïóö", "äöõüšž",
 )  # fmt: skip
@@ -38,7 +38,7 @@ _CYRILLIC = "оеаинтсрвлкмдпуяыьОПНВСКія", "бгжзй�
 _GREEK = "αοιεστνηυρπκμλςάέήίόύώ", "βγδζθξφχψωϊϋΐΰΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩΆΈΉΊΌΎΏ"
 _HEBREW, _ARABIC = ("אבגדהוזחטיךכלםמןנסעףפץצקרשת", ""), ("اليمونترةبدع", "سفهقكحجشصذخطزضغثظءأإآؤئى")
 _THAI = "กขคงจชดตถทนบปพมยรลวสหอะัาิีึืุูเแโใไ่้์็", "ฃฅฆฉซฌญฎฏฐฑฒณธผฝฟภฤศษฬฮฯๆำ๊๋ํๅ"
-# The letters of each encoding with one byte for a character: those of languages, or the frequent and the rarer ones.
+# The letters of each encoding with one byte for a character: letters of some languages, or frequent and rarer letters.
 # The first of several with the same score is recognized. Of the statistics-based detectors, charset-normalizer takes
 # "Küche" in cp1252 for cp1250 or Korean: short rows of a table need these prior probabilities.
 _LATIN = {
@@ -51,7 +51,7 @@ _OTHER_SCRIPTS = {
     "cp874": _THAI,
 }  # fmt: skip
 _BONUS = ("cp1252", "iso8859-15")
-SCORE_DIGITS = 6  # what is equal but for rounding is a tie
+SCORE_DIGITS = 6  # scores that are equal when rounded to so many digits are a tie
 OTHER_LANGUAGE = 0.4  # score of a letter of a different language of the same encoding
 # Encodings with two bytes for a character: the scripts of their languages, and the first bytes of frequent characters.
 _WIDE = {

@@ -165,7 +165,7 @@ class Prompt(TypedRow):
 
     @property
     def has_turns(self) -> bool:
-        """Whether a completion becomes a new turn of the row."""
+        """True if a completion becomes a new turn of the row."""
         return self.column == "messages" or self.column in TURN_COLUMNS
 
     def completed(self, completion: str, reason: str, calls: Sequence[Message] = ()) -> Row:
@@ -247,7 +247,7 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
         if asked in INSTRUCTION_COLUMNS:
             return _with_learned_history(row, instruction_and_answer(row, asked, answer, columns))
         prompt = only_text(row, row.value[asked], asked, "prompt")
-        if (asked, prompt) != ("prompt", ""):  # which means that nothing precedes the completion
+        if (asked, prompt) != ("prompt", ""):  # an empty prompt means that nothing precedes the completion
             require_nonempty(row.where, prompt, asked)
         found = prompt_and_answer(row, prompt, answer_in(row, answer), answer, columns)
         return _with_learned_history(row, found)

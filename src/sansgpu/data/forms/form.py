@@ -114,7 +114,7 @@ class Forms(Generic[T_co]):
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
     # Joins rows that are one example together, such as the words of a sentence, and takes apart those without columns.
     regroup: Callable[[Iterable[SourceRow]], Iterator[SourceRow]] | None = None
-    other_names: tuple[str, ...] = ()  # of columns that are neither keys nor optional columns of a form
+    other_names: tuple[str, ...] = ()  # further columns that the readers look up
 
     def read(self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None) -> T_co:
         """Returns the content of a row, and counts in `report` what is not used of it.

@@ -15,7 +15,7 @@ from sansgpu.data.tables import Columns
 TEXT_COLUMNS = ("text", "content", "document", "sentence", "data")
 SPAN_COLUMNS = ("spans", "entities", "ents", "label", "labels", "annotations", "annotation", "denotations")
 LABEL_STUDIO_LISTS = ("annotations", "completions")  # the second in versions before 1.0
-MARK_COLUMNS = ("answer", "annotation_id")  # which say what an annotator did with a text
+MARK_COLUMNS = ("answer", "annotation_id")  # these columns say what an annotator did with a text
 _LABEL_STUDIO_KEY = MARK_COLUMNS[1]  # in its CSV, TSV and JSON-MIN exports, whose texts without spans have no label
 _STARTS = (
     "start", "start_offset", "start_char", "begin", "startOffset", "BeginOffset", "start_pos", "startPos", "start_idx",

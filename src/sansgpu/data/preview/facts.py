@@ -30,7 +30,7 @@ from sansgpu.data.tables import Columns
 HASHED_ROWS = 1000  # rows that are hashed at a time
 HASHED_CHARACTERS = 4000  # longer texts are compared by their beginning
 SAMPLED_ROWS = 2000  # at most twice as many rows, evenly spaced, are tokenized or searched for scripts
-SCRIPT_CHARACTERS = 500  # of each sampled row
+SCRIPT_CHARACTERS = 500  # each sampled row is searched for scripts up to this length
 MAX_REPEATED, MAX_REASONS = 5, 20
 MAX_ANSWER_CHARACTERS = 80
 MANY_CHARACTERS_PER_WORD = 15  # texts without spaces are measured in characters

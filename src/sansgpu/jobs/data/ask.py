@@ -34,14 +34,14 @@ from sansgpu.train.loading import ModelRequest
 
 TASKS = ("qa", "sft")
 PASSAGE_TOKENS = 384  # a longer paragraph is cut; most have less, and small models lose track of more
-MIN_PASSAGE_TOKENS = 32  # of room for a passage in the model's context
+MIN_PASSAGE_TOKENS = 32  # the model's context must have room for a passage of this length
 MIN_PASSAGE_BYTES = 80  # a shorter paragraph, such as a heading, has nothing to ask about
 QUESTION_TOKENS = 64
-ANSWER_TOKENS = 160  # of an answer in the model's own words
+ANSWER_TOKENS = 160  # the most for an answer in the model's own words
 QUOTE_WORDS = 20  # SQuAD's answers have 3 words on average, and 99 % have at most 20
 BATCH = 32  # questions at once; after each batch, its replies are safe
-TYPICAL_REPLY_TOKENS = 40  # of a question and its answer, to forecast the time
-TEMPERATURE, TOP_P = 0.7, 0.9  # of questions, because several about a passage shall differ
+TYPICAL_REPLY_TOKENS = 40  # assumed for a question with its answer, to forecast the time
+TEMPERATURE, TOP_P = 0.7, 0.9  # questions are sampled, because several about a passage shall differ
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class KindFit:
     unused: float  # columns that are not used: the median over rows
     is_certain: bool  # most rows have all columns of their form under usual names
     form: str  # the form of the first valid row
-    problem: str | None  # what is wrong with the first invalid row
+    problem: str | None  # the message about the first invalid row
 
     @property
     def is_good(self) -> bool:
@@ -43,7 +43,7 @@ class KindFit:
 
     @property
     def quality(self) -> tuple[float, bool, int]:
-        """What tasks are compared by; less is better."""
+        """The order of tasks: the task with the least value fits the rows best."""
         counted = max(0, self.rows - self.valid - FORGIVEN_ROWS)
         return self.unused, not self.is_certain, round(INVALID_STEPS * counted / max(1, self.rows))
 

@@ -13,6 +13,7 @@ from sansgpu.config.load import commented_yaml
 from sansgpu.config.schema import Config
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
+from sansgpu.data.sources import BYTES_PER_TOKEN
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.jobs.init.answers import InitAnswers, checked, is_built_in, machine_of
@@ -97,7 +98,7 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
 
 def _of_corpus(corpus: HubCorpus, hours: float, processor: Processor, memory: int) -> ProposedRun:
     """Proposes a run that downloads as many tokens as it may read in one epoch, with a vocabulary size for that."""
-    from sansgpu.planning.propose import BYTES_PER_TOKEN, propose_quickly
+    from sansgpu.planning.propose import propose_quickly
 
     for text_bytes in CORPUS_BYTES:
         best = propose_quickly(corpus.dataset, text_bytes, hours, processor, memory)

@@ -12,6 +12,7 @@ from sansgpu.config import ConfigError, change_config
 from sansgpu.config.schema import Config
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import count, counted, duration
+from sansgpu.data.sources import BYTES_PER_TOKEN
 from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.init.answers import InitAnswers, checked, machine_of
 from sansgpu.jobs.init.corpora import corpus_named
@@ -78,7 +79,7 @@ def round_time(seconds: float) -> tuple[str, float]:
 
 def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> TimeProposal:
     progress("timing matrix products", 0, 0)
-    from sansgpu.planning.propose import BYTES_PER_TOKEN, propose_length
+    from sansgpu.planning.propose import propose_length
 
     text_bytes = text_bytes_of(answers, progress)
     processor, memory = machine_of(answers)

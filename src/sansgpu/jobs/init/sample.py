@@ -20,7 +20,7 @@ from sansgpu.data.preview.canonical import canonical_row
 from sansgpu.data.preview.example import text_in
 from sansgpu.data.preview.row_types import parts_of
 from sansgpu.data.rows import BadRowError, SourceRow
-from sansgpu.data.sources import Source
+from sansgpu.data.sources import BYTES_PER_TOKEN, Source
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.data import NO_MODEL, guess_tasks
@@ -29,7 +29,6 @@ from sansgpu.tasks.configuration import DEFAULT_TASK, SCHEMA, as_config
 
 MAX_ROWS, MAX_BYTES = 10_000, 10e6  # read at most this many rows, of this many bytes
 SAMPLED_ROWS = 200  # at most twice as many rows, evenly spaced, are kept
-BYTES_PER_TOKEN = 4  # assumed before a tokenizer is known
 COMPRESSION_RATIO = 3.0  # assumed bytes of a text / its bytes in a compressed file
 
 
@@ -37,7 +36,7 @@ COMPRESSION_RATIO = 3.0  # assumed bytes of a text / its bytes in a compressed f
 class DataSample:
     """The size of a training split, and rows of it in the canonical form of their task."""
 
-    kind: str  # of the rows: a key of FORMS
+    kind: str  # the kind of the rows, a key of FORMS
     form: str  # columns of most rows; empty for texts without columns
     rows: int  # documents, for texts without columns
     text_bytes: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -62,8 +62,7 @@ def packs_well(unpadded: PackingModel, longest: int) -> bool:
     outputs: list[Output] = [lambda tokens, lengths: unpadded.hidden_states(tokens, lengths).float()]
     if type(model).__name__.endswith("ForSequenceClassification"):
         outputs.append(lambda tokens, lengths: unpadded.sequence_logits(tokens, lengths, None))
-    flops = 4.0 * sum(lengths) * sum(p.numel() for p in body_of(model).parameters())
-    with first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext():
+    with _blocks_to_probe(model, sum(lengths)):
         return all(_packs_equally(unpadded, output, tokens, lengths) for output in outputs)
 
 
@@ -85,8 +84,7 @@ def shares_well(unpadded: PackingModel) -> bool:
     examples = [torch.cat((beginning, ends[0])), torch.cat((beginning[:PROBE_SHORT], ends[1])), ends[2]]
     examples.append(torch.cat((beginning, ends[2])))
     tokens, lengths = torch.cat(examples), torch.tensor([len(one) for one in examples])
-    flops = 4.0 * len(tokens) * sum(p.numel() for p in body_of(model).parameters())
-    with first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext():
+    with _blocks_to_probe(model, len(tokens)):
         try:
             unpadded.shares = False
             separate = unpadded.hidden_states(tokens, lengths)
@@ -95,6 +93,12 @@ def shares_well(unpadded: PackingModel) -> bool:
         except Exception:  # anything that the code of a model may raise
             return False
     return close_outputs(model, shared.float(), separate.float())
+
+
+def _blocks_to_probe(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
+    """Returns a context that truncates a model to its first blocks if a probe with all of them would take too long."""
+    flops = 4.0 * tokens * sum(p.numel() for p in body_of(model).parameters())
+    return first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext()
 
 
 def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
