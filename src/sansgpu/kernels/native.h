@@ -163,6 +163,24 @@ SANSGPU_KERNEL void short_convolution(const struct Convolution* inputs, void* ou
 SANSGPU_KERNEL void short_convolution_gradient(const struct Convolution* inputs, const void* grad_out, void* x_grad,
     float* weight_grad, float* bias_grad);
 
+// native/selective_scan.cpp
+// N tokens of S sequences, D channels, M states per channel.
+struct Scan {
+  int64_t N, S, D, M, narrow;
+  const int64_t* starts;  // (S + 1,): the first token of each sequence, then N
+  const void* x;          // (N, D) in fp32 or, if `narrow`, bf16
+  int64_t x_time;         // stride from a token to the next
+  const float* steps;     // (N, D): at least 0
+  const float* rates;     // (D, M): at most 0
+  const float* in;        // (N, M)
+  const float* out;       // (N, M)
+  const float* skip;      // (D,)
+};
+SANSGPU_KERNEL int64_t selective_scan_blocks(const struct Scan* inputs);
+SANSGPU_KERNEL void selective_scan(const struct Scan* inputs, const float* initial, void* y, float* last);
+SANSGPU_KERNEL void selective_scan_gradient(const struct Scan* inputs, const void* y_grad, void* x_grad,
+    float* steps_grad, float* rates_grad, float* in_parts, float* out_parts, float* skip_grad);
+
 // native/cross_entropy.cpp
 SANSGPU_KERNEL void cross_entropy_losses(int64_t precision, int64_t format, int64_t N, int64_t D, int64_t V,
     const void* hidden, const void* weight, const int64_t* targets, double smoothing, double z_loss, double softcap,
