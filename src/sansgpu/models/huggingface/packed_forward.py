@@ -21,7 +21,15 @@ from sansgpu.kernels.cross_entropy import (
     linear_cross_entropy,
     target_log_probabilities,
 )
-from sansgpu.models.attention_windows import CONVOLUTION, FULL, SLIDING, has_convolutions, layer_types
+from sansgpu.models.attention_windows import (
+    CONVOLUTION,
+    FULL,
+    LINEAR,
+    SLIDING,
+    has_convolutions,
+    has_recurrences,
+    layer_types,
+)
 from sansgpu.models.frozen_layers import FrozenLayers
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.probes import (
@@ -41,8 +49,9 @@ from sansgpu.models.huggingface.probes import (
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.kept_states import KeptStates
 from sansgpu.models.modules import multiplies_integers
-from sansgpu.models.packed_masks import KeyRanges, PackedMask, TokenPositions, stand_in_mask
+from sansgpu.models.packed_masks import KeyRanges, PackedMask, SequenceStarts, TokenPositions, stand_in_mask
 from sansgpu.models.quantized_layers import matrix_of
+from sansgpu.models.recurrent_layers import STARTS
 from sansgpu.models.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
@@ -66,6 +75,7 @@ class UnpaddedModel:
         self.causal = has_causal_attention(model)
         self._window = window_of(model)
         self._has_convolutions = has_convolutions(self._text)
+        self._has_recurrences = has_recurrences(self._text)
         self._by_ranges = attends_by_ranges(model)
         self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
@@ -145,6 +155,12 @@ class UnpaddedModel:
             inputs = self.packed_inputs(tokens[None], positions[None])
             if self._by_ranges:
                 inputs["attention_mask"] = self._packed_mask(examples[None], positions[None])
+            if self._has_recurrences:
+                starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+                recurrent = stand_in_mask(SequenceStarts(starts), tokens.device)
+                full = inputs.get("attention_mask")
+                inputs["attention_mask"] = recurrent if full is None else {FULL: full, LINEAR: recurrent}
+                inputs[STARTS] = starts
             if types is not None:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0], lambda rows: rows[None]
@@ -244,8 +260,8 @@ class UnpaddedModel:
 
     @property
     def has_ranges(self) -> bool:
-        """True for a causal model that packs with key ranges as its masks and has no length-dependent RoPE."""
-        return self.packs and self.causal and self._by_ranges and not self._rotary
+        """True for a causal model that packs with only key ranges, and has no length-dependent RoPE."""
+        return self.packs and self.causal and self._by_ranges and not self._rotary and not self._has_recurrences
 
     @property
     def head(self) -> nn.Linear | None:

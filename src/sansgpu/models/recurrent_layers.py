@@ -1,0 +1,164 @@
+"""Runs the recurrent layers of transformers models with our kernels: gated delta nets, Mamba and Mamba 2.
+
+transformers computes their recurrences and convolutions by functions of the module that defines the layer. The layer's own
+code runs here with kernels in their place, so that every family with such a layer is supported.
+
+B rows, T tokens, H value heads, K key heads, d features of queries and keys, e of values, D channels, S sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sansgpu.kernels import library
+from sansgpu.kernels.delta_rule import DeltaRuleOptions, delta_rule
+from sansgpu.kernels.selective_scan import ScanInputs, selective_scan
+from sansgpu.kernels.short_convolution import short_convolution
+from sansgpu.models.layer_trials import with_forward
+from sansgpu.models.packed_masks import starts_in
+
+# Keyword argument of models with the starts of packed sequences, (S + 1,). Some families pass it on to recurrent layers,
+# others their mask.
+STARTS = "sequence_starts"
+
+
+def _convolution(
+    starts: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: object,
+) -> torch.Tensor:
+    """Replaces `causal_conv1d_fn`, which takes and returns (B, D, T)."""
+    silu = activation in ("silu", "swish")
+    out = short_convolution(hidden_states.transpose(1, 2), weight, bias, starts, silu)
+    if activation is not None and not silu:
+        from transformers.activations import ACT2FN
+
+        out = ACT2FN[activation](out)
+    return out.transpose(1, 2)
+
+
+def _delta_rule(
+    starts: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Replaces `torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`."""
+    options = DeltaRuleOptions(starts, query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel, output_final_state)
+    return delta_rule(query, key, value, g, beta, options, initial_state)
+
+
+def _mamba2_scan(
+    starts: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Replaces `mamba2_chunk_scan`, whose states are (B, H, e, d)."""
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    values = hidden_states.float() * steps[..., None]
+    initial = None if initial_states is None else initial_states.transpose(2, 3)
+    options = DeltaRuleOptions(starts, returns_states=return_final_states)
+    dtype = hidden_states.dtype
+    out, last = delta_rule(C.to(dtype), B.to(dtype), values.to(dtype), steps * A.float(), None, options, initial)
+    if D is not None:
+        out = out + D[:, None] * hidden_states
+    return out if last is None else (out, last.transpose(2, 3))
+
+
+def _mamba_scan(
+    starts: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Replaces `mamba_selective_scan`, whose inputs and output are (B, D, T)."""
+    steps = dt.transpose(1, 2).float()
+    steps = steps if delta_bias is None else steps + delta_bias.float()
+    skip = A.new_zeros(len(A)) if D is None else D
+    x = hidden_states.transpose(1, 2)
+    steps = F.softplus(steps) if delta_softplus else steps
+    inputs = ScanInputs(x, steps, A, B.transpose(1, 2), C.transpose(1, 2), skip)
+    out, last = selective_scan(inputs, starts, states=return_last_state)
+    out = (out if z is None else out * F.silu(z.transpose(1, 2))).transpose(1, 2)
+    return out if last is None else (out, last)
+
+
+# The functions of transformers by name, with ours.
+_REPLACED: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _mamba2_scan,
+    "mamba_selective_scan": _mamba_scan,
+}
+_RECURRENCES = frozenset(_REPLACED) - {"causal_conv1d_fn"}
+
+
+class KernelRecurrence:
+    """Mixin for a recurrent layer whose loops our kernels compute."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        original = _own_forward(super())
+        starts = kwargs.pop(STARTS, None)
+        if (carried := starts_in(kwargs.get("attention_mask"))) is not None:
+            starts, kwargs["attention_mask"] = carried, None
+        if not library.takes(hidden_states):
+            return cast(torch.Tensor, original(self, hidden_states, *args, **kwargs))
+        ours = {name: partial(replacement, starts) for name, replacement in _REPLACED.items()}
+        replaced = FunctionType(
+            original.__code__, {**original.__globals__, **ours}, original.__name__, original.__defaults__,
+            original.__closure__,
+        )  # fmt: skip
+        return cast(torch.Tensor, replaced(self, hidden_states, *args, **kwargs))
+
+
+def _own_forward(layer: Any) -> FunctionType:
+    """Returns the function that computes a layer's forward pass, without decorators."""
+    return cast(FunctionType, inspect.unwrap(layer.forward.__func__))
+
+
+def use_recurrent_kernels(model: nn.Module) -> None:
+    """Makes the recurrent layers of a model use our kernels, in place. Trials decide whether that changes its outputs."""
+    for module in model.modules():
+        forward = getattr(type(module), "forward", None)
+        names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()) if forward else ()
+        if _RECURRENCES & set(names):
+            module.__class__ = with_forward(KernelRecurrence, type(module))
