@@ -72,13 +72,15 @@ class Backward {
     values_.load(keys_, start, rows, head, before);
     for (int64_t i = 0; i < rows; ++i)
       load_row(static_cast<const T*>(grads_.out) + ((start + i) * p_.H + head) * e, e, out_ + i * e);
-    const float last = state_terms(rows, before, grad);
-    score_terms(rows);
+    const float last = after_terms(rows, before, grad);
     scale_rows(rows, e, values_.since, out_, decayed_);
     transpose<float>(before, e, d, e, turned_, d);
-    product<float>(rows, d, e, decayed_, e, turned_, d, q_grad_, d, true);
+    product<float>(rows, d, e, decayed_, e, turned_, d, q_grad_, d, false);
+    for (int64_t i = 0; i < rows; ++i)
+      sums_[i] += sum_of(d, [&](int64_t c) { return keys_.q[i * d + c] * q_grad_[i * d + c]; });
     for (int64_t i = 0; i < state_; ++i) grad[i] *= values_.whole;
     product<float>(d, e, rows, qt_, CHUNK, decayed_, e, grad, e, true);
+    score_terms(rows);
     if (p_.beta)
       system_terms(start, rows, head, grad);
     else
@@ -89,16 +91,30 @@ class Backward {
   }
 
   // The gradients through the state after the chunk: of x, and of the keys that write to it. Returns the gradient of the
-  // chunk's whole decay, in log.
-  float state_terms(int64_t rows, const float* before, const float* grad) {
+  // chunk's whole decay, in log, and begins `sums_`, the gradients of the sum of the decays up to each token. These are
+  // computed term by term, because differences of large terms would be inexact where decays are strong.
+  float after_terms(int64_t rows, const float* before, const float* grad) {
     const int64_t d = p_.d, e = p_.e;
     scale_rows(rows, d, values_.until, keys_.k, scaled_);
     product<float>(rows, e, d, scaled_, d, grad, e, x_grad_, e, false);
     transpose<float>(grad, e, d, e, turned_, d);
     product<float>(rows, d, e, values_.x, e, turned_, d, column_, d, false);
     scale_rows(rows, d, values_.until, column_, column_);
-    return values_.whole * sum_of(state_, [&](int64_t i) { return grad[i] * before[i]; }) +
-           sum_of(rows * d, [&](int64_t i) { return keys_.k[i] * column_[i]; });
+    float last = values_.whole * sum_of(state_, [&](int64_t i) { return grad[i] * before[i]; });
+    for (int64_t i = 0; i < rows; ++i) {
+      const float term = sum_of(d, [&](int64_t c) { return keys_.k[i * d + c] * column_[i * d + c]; });
+      sums_[i] = -term;
+      last += term;
+    }
+    return last;
+  }
+
+  // Adds the gradients of the decays from earlier tokens j to token i, from `grads`, that of their products before the
+  // decay times the decay, and these products.
+  void add_decays(int64_t i, const float* grads, const float* products) {
+    float* sums = sums_;
+    sums[i] += sum_of(i, [&](int64_t j) { return grads[j] * products[j]; });
+    for (int64_t j = 0; j < i; ++j) sums[j] -= grads[j] * products[j];
   }
 
   // The gradients through the scores: of x, queries and keys.
@@ -111,9 +127,10 @@ class Backward {
     for (int64_t i = 0; i < rows; ++i) {
       const float* decays = values_.decays(i);
       for (int64_t j = 0; j <= i; ++j) first_[i * CHUNK + j] *= decays[j];
+      add_decays(i, first_ + i * CHUNK, keys_.qk + i * CHUNK);
       std::fill(first_ + i * CHUNK + i + 1, first_ + i * CHUNK + rows, 0.0f);
     }
-    product<float>(rows, d, rows, first_, CHUNK, keys_.k, d, q_grad_, d, false);
+    product<float>(rows, d, rows, first_, CHUNK, keys_.k, d, q_grad_, d, true);
     transpose<float>(first_, CHUNK, rows, rows, turned_scores_, CHUNK);
     product<float>(rows, d, rows, turned_scores_, CHUNK, keys_.q, d, column_, d, true);
   }
@@ -136,12 +153,15 @@ class Backward {
           sum_of(e, [&](int64_t c) { return x_grad_[i * e + c] * values_.rest[i * e + c]; }) +
           sum_of(i, [&](int64_t j) { return row[j] * products[j]; });
       for (int64_t j = 0; j < i; ++j) row[j] *= beta;
+      add_decays(i, row, products);
       for (int64_t c = i * e; c < (i + 1) * e; ++c) {
         x_grad_[c] *= beta;
         decayed_[c] = -values_.since[i] * x_grad_[c];
       }
     }
     product<float>(rows, d, e, decayed_, e, turned_, d, row_, d, false);
+    for (int64_t i = 0; i < rows; ++i)
+      sums_[i] += sum_of(d, [&](int64_t c) { return keys_.k[i * d + c] * row_[i * d + c]; });
     product<float>(rows, d, rows, second_, CHUNK, keys_.k, d, row_, d, true);
     transpose<float>(second_, CHUNK, rows, rows, turned_scores_, CHUNK);
     product<float>(rows, d, rows, turned_scores_, CHUNK, keys_.k, d, column_, d, true);
@@ -164,18 +184,10 @@ class Backward {
     }
   }
 
-  // Adds to the sums over heads, and computes the gradients of the decays. A token's decay, in log, is a term of the
-  // sums of all later tokens of the chunk, and the gradient of such a sum follows from those of the token's query and
-  // key, because each is multiplied by the sum's exponential, or by its inverse (`column_`).
+  // Adds to the sums over heads, and computes the gradients of the decays: a token's decay is a term of the sums up to all
+  // later tokens of the chunk.
   void add_sums(int64_t start, int64_t rows, int64_t head, float last) {
-    const int64_t d = p_.d;
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t place = i * d;
-      sums_[i] = sum_of(d, [&](int64_t c) {
-        return keys_.q[place + c] * q_grad_[place + c] + keys_.k[place + c] * (row_[place + c] - column_[place + c]);
-      });
-    }
-    for (int64_t i = 0; i < rows * d; ++i) {
+    for (int64_t i = 0; i < rows * p_.d; ++i) {
       q_sum_[i] += q_grad_[i];
       k_sum_[i] += row_[i] + column_[i];
     }
