@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.data import DataConfig
+from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
 from sansgpu.config.section import (
@@ -28,7 +29,7 @@ from sansgpu.config.section import (
     all_sections,
 )
 from sansgpu.config.tasks import CODE_NAME, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
-from sansgpu.config.training import ONE_DEVICE, Device, TrainingConfig, default_learning_rate
+from sansgpu.config.training import ONE_DEVICE, Device, TrainingConfig
 from sansgpu.config.wording import truncate
 
 CLASS_NAME = rf"^{CODE_NAME}$"

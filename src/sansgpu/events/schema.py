@@ -114,6 +114,7 @@ class _EndEvent(_Event):
     step: Count
     reason: str
     snapshot: str | None = None
+    final_step: Count | None = None
 
 
 _EVENTS: dict[str, type[_Event]] = {

@@ -170,10 +170,12 @@ class Health:
             return None
         change = "rising" if metric.better == "lower" else "falling"
         remedies = "More data, dropout, weight_decay or fewer epochs" if metric == LOSS else "A lower learning_rate"
+        stops = self._training.early_stopping_patience is not None
+        stopping = "" if stops else "; training.early_stopping_patience ends a run when this happens"
         return (
             f"the validation {metric.label} is {change}: it is {metric.shown(now[metric.name])} and was "
             f"{metric.shown(best[metric.name])} at step {best['step']:,}; --snapshot best selects that snapshot. "
-            f"{remedies} may help."
+            f"{remedies} may help{stopping}."
         )
 
 

@@ -57,6 +57,7 @@ class Budget:
     validation_share: float  # estimated duration of an evaluation / duration of a step
     snapshot_bytes: int
     export_bytes: int
+    final_evaluations: int = 1  # 2 if the best snapshot predicts again
     wall_clock: Callable[[], datetime] = datetime.now
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _evaluation_seconds: float | None = None
@@ -140,7 +141,7 @@ class Budget:
         # The last snapshot waits for one that is still being written.
         snapshots = 2 if self.training.save_steps or self.training.eval_steps else 1
         written = snapshots * self.snapshot_bytes + self.export_bytes
-        return self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
+        return self.final_evaluations * self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
 
     def _evaluation(self) -> float:
         if self._evaluation_seconds is not None:

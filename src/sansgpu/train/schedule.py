@@ -7,6 +7,7 @@ import math
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.data.order import step_limits
+from sansgpu.train.snapshots import Progress
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
 # Beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit.
@@ -54,6 +55,17 @@ def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
         f"rate has reached only {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
         f"{total_steps // MAX_WARMUP_DIVISOR}."
     )
+
+
+def stops_early(training: TrainingConfig, progress: Progress) -> bool:
+    """Returns whether `training.early_stopping_patience` evaluations in a row have not lowered the loss."""
+    patience = training.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience
+
+
+def ends_with_best(training: TrainingConfig, progress: Progress) -> bool:
+    """Returns whether the final model of a run that ends now is the best snapshot's, not the last step's."""
+    return training.load_best_model_at_end or stops_early(training, progress)
 
 
 def repetition_problem(epochs: float, tokens: int, parameters: int) -> str | None:

@@ -140,12 +140,19 @@ class Terminal:
             self._print(f"sample: {text}", style="dim")
 
     def _end(self, event: Event) -> None:
-        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
+        reasons = {
+            "done": "done",
+            "interrupted": "interrupted and saved",
+            "out_of_time": "done at its time limit",
+            "early_stopping": "stopped early, because the validation loss no longer fell,",
+        }
         next_step = ""
         if self._folder is not None and event["reason"] == "interrupted":
             next_step = f"; continue with: sansgpu train --resume --output-dir {shlex.quote(self._folder)}"
         elif self._folder is not None:
-            next_step = f"; the model is in {RunPaths(Path(self._folder)).final}"
+            final_step = event.get("final_step")
+            of_best = "" if final_step in (None, event["step"]) else f" of step {final_step:,}, the best one,"
+            next_step = f"; the model{of_best} is in {RunPaths(Path(self._folder)).final}"
         took = duration(event["seconds"])
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {took}{next_step}")
 

@@ -86,6 +86,8 @@ def trial_config(config: Config, values: Values, length: Length) -> Config:
         "eval_on_start": False,
         "save_steps": 0,  # the best evaluation so far is saved anyway
         "keep_last": 1,
+        "early_stopping_patience": None,
+        "load_best_model_at_end": False,
         "report_to": "none",
         "logging_dir": None,
         "checkpoint_dir": None,
