@@ -1,5 +1,6 @@
 """Evaluation uses the whole validation split, changes no state, and may end a run whose loss no longer falls."""
 
+import json
 import math
 import signal
 from pathlib import Path
@@ -22,12 +23,15 @@ from tests.processes import (
     finish,
     json_of,
     kill_when,
+    printed,
     record,
     refused,
     settings,
     start,
     write_corpus,
 )
+from tests.tasks.fine_tuned import made
+from tests.tasks.folders import squad
 
 EXECUTION = Execution(3)
 PATIENCE = 4
@@ -226,3 +230,17 @@ def test_stopping_early_needs_evaluations(tmp_path: Path, flags: tuple[str, ...]
     key = flags[0].removeprefix("--").replace("-", "_")
     message = refused(capsys, *overfitting(tmp_path, "run", *flags, training__eval_steps=0))
     assert f"{key} compares evaluations during the run, but eval_steps is 0; set eval_steps" in message
+
+
+def test_written_answers_are_those_of_the_best_model(tmp_path: Path, capsys: Captured) -> None:
+    questions = squad(tmp_path / "squad.json")
+    unsteady = {
+        "data__validation_name": questions, "training__learning_rate": 0.05, "training__warmup_steps": 0,
+        "training__lr_scheduler": "constant", "training__eval_steps": 1,
+    }  # fmt: skip
+    run = made(tmp_path, "run", "qa", training__load_best_model_at_end="true", **unsteady)
+    assert events_of(run, "end")[0]["final_step"] == best_step(run) < 4, "otherwise the test proves nothing"
+    written = json.loads((run / "predictions.json").read_text())
+    for snapshot, is_same in (("final", True), ("latest", False)):
+        lines = printed(capsys, "predict", run, "--data", questions, "--snapshot", snapshot).splitlines()
+        assert ([json.loads(line)["answer"] for line in lines] == list(written.values())) is is_same
