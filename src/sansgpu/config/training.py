@@ -111,7 +111,8 @@ class TrainingConfig(Section):
         None,
         gt=0,
         le=MAX_NUM_EPOCHS,
-        description="maximum passes over the training split. Default: 1 if no other limit is set",
+        description="maximum passes over the training split. Default: 1 if no other limit is set; in fine-tuning with "
+        "only a time limit, the usual number of the task, e.g. 3",
     )
     max_steps: int | None = Field(
         None,

@@ -50,6 +50,8 @@ class _StartEvent(_Event):
     window: Count | None = None
     tokens_per_step: Count | None = None
     total_steps: Count | None = None
+    total_epochs: Amount | None = None
+    expected_steps: Count | None = None
     max_hours: Amount | None = None
     until: str | None = None
     train_tokens: Count | None = None

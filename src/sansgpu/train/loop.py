@@ -100,6 +100,11 @@ class Trainer:
             task.between_blocks(self._guard.check)
 
     @property
+    def expected_steps(self) -> int | None:
+        """The steps after which a time-limited run will probably end, according to an estimate; otherwise None."""
+        return self._length.expected_steps()
+
+    @property
     def _progress(self) -> Progress:
         return self._state.progress
 

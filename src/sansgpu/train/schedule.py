@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from sansgpu.config.schema import Config
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.data.order import step_limits
@@ -55,6 +56,24 @@ def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
         f"rate has reached only {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
         f"{total_steps // MAX_WARMUP_DIVISOR}."
     )
+
+
+def usual_epochs(config: Config) -> int | None:
+    """Returns how often a fine-tuning task usually reads its data, or None for training from scratch."""
+    task = config.tasks.tasks.get(config.task)
+    purpose = config.settings.purpose or (task.purpose if task else None)
+    return purpose.epochs if purpose is not None and purpose.model is not None else None
+
+
+def default_epochs(config: Config) -> int | None:
+    """Returns the maximum epochs of a run that only its time limits, or None if there is no such maximum.
+
+    A fine-tuned model that reads its data more often learns them by heart.
+    """
+    training = config.training
+    if not training.time_limited or training.num_epochs or training.max_steps or training.max_tokens:
+        return None
+    return usual_epochs(config)
 
 
 def stops_early(training: TrainingConfig, progress: Progress) -> bool:

@@ -117,9 +117,9 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned steps according to the last step event."""
-        totals = [event.get("total_steps") for event in (self.start, *self.steps)]
-        return totals[-1] if totals else None
+        """The planned steps according to the last step event, or the expected ones before the first."""
+        last = self.steps[-1] if self.steps else self.start
+        return last.get("expected_steps") or last.get("total_steps")
 
     @property
     def seconds(self) -> float:
