@@ -161,7 +161,7 @@ GenerationPrecisionOption = Annotated[Any, precision_option("bf16 if this machin
 SnapshotOption = Annotated[
     str,
     option(
-        "Snapshot (checkpoint) to load: final (the one in the run's final/), latest, best, a step, or a name from "
+        "Snapshot (checkpoint) to load: final (whose model is in final/), latest, best, a step, or a name from "
         "`sansgpu snapshots list`.",
         autocompletion=snapshot_names,
     ),

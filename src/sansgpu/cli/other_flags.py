@@ -19,6 +19,7 @@ _VALUES = {
     ("--learning-rate", "--lr"): "training.learning_rate",
     ("--lr-scheduler-type",): "training.lr_scheduler",
     ("--warmup-steps",): "training.warmup_steps",
+    ("--warmup-ratio",): "training.warmup_ratio",
     ("--weight-decay",): "training.weight_decay",
     ("--max-grad-norm",): "training.max_grad_norm",
     ("--num-train-epochs",): "training.num_epochs",

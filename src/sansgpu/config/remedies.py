@@ -78,7 +78,6 @@ COUNTERPARTS = {
     "val_size": "data.validation_split",
     "validation_split_percentage": "data.validation_split",
     "wandb_project": "training.report_to=wandb",
-    "warmup_ratio": "training.warmup_steps",
 }
 _PACKED = "rows are packed without padding; remove it"
 _NOT_NEEDED = "not needed; remove it"

@@ -123,6 +123,9 @@ class Config(Section):
         found = [*self._unused_keys(), *self.settings.problems(self)]
         if is_outside(self.task) and self.objective not in (None, self.task):
             found.append(f"objective has no effect, because task {self.task} is already your own class; remove it")
+        usual = self.settings.default("training", "warmup_steps", TrainingConfig.model_fields["warmup_steps"].default)
+        if self.training.warmup_ratio is not None and self.training.warmup_steps != usual:
+            found.append("training.warmup_steps and training.warmup_ratio both set the warmup; remove one of the two")
         if found:
             raise ValueError("; ".join(found))
         return self

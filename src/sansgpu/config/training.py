@@ -112,7 +112,7 @@ class TrainingConfig(Section):
         gt=0,
         le=MAX_NUM_EPOCHS,
         description="maximum passes over the training split. Default: 1 if no other limit is set; in fine-tuning with "
-        "only a time limit, the usual number of the task, e.g. 3",
+        "only a time limit, the usual number of the task (3, static embeddings 10)",
     )
     max_steps: int | None = Field(
         None,
@@ -146,6 +146,9 @@ class TrainingConfig(Section):
     )
     lr_power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     warmup_steps: int = Field(10, ge=0, description="steps of linear learning rate warmup")
+    warmup_ratio: float | None = Field(
+        None, ge=0, le=1, description="fraction of the steps with linear learning rate warmup, instead of warmup_steps"
+    )
     optimizer: Literal["auto", "muon", "adamw", "adam", "sgd"] = Field(
         "auto",
         description="muon: Muon for the hidden matrices, AdamW for all other weights; auto: muon if it takes less "

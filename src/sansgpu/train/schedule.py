@@ -41,7 +41,12 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
 
 
 def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
-    """Returns the number of warm-up steps, at most a tenth of the steps of a time-limited run."""
+    """Returns the number of warm-up steps.
+
+    `training.warmup_steps` count at most a tenth of a time-limited run.
+    """
+    if training.warmup_ratio is not None:
+        return math.ceil(training.warmup_ratio * total_steps)
     limit = total_steps // MAX_WARMUP_DIVISOR if training.time_limited else training.warmup_steps
     return min(training.warmup_steps, limit)
 

@@ -65,7 +65,7 @@ def chosen_config(config: Config, values: Values, length: Length) -> Config:
     settings: list[tuple[str, Any]] = []
     if length.tokens is not None:
         settings += [("training.max_tokens", length.tokens), ("training.max_steps", None)]
-    if "training.warmup_steps" not in values:
+    if "training.warmup_steps" not in values and config.training.warmup_ratio is None:
         settings.append(("training.warmup_steps", round(config.training.warmup_steps * before / batch)))
     return change_config(changed, settings)
 
