@@ -147,7 +147,10 @@ class TrainingConfig(Section):
     lr_power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     warmup_steps: int = Field(10, ge=0, description="steps of linear learning rate warmup")
     warmup_ratio: float | None = Field(
-        None, ge=0, le=1, description="fraction of the steps with linear learning rate warmup, instead of warmup_steps"
+        None,
+        ge=0,
+        le=1,
+        description="fraction of the steps with linear learning rate warmup, instead of `warmup_steps`",
     )
     optimizer: Literal["auto", "muon", "adamw", "adam", "sgd"] = Field(
         "auto",
