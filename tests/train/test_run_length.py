@@ -18,7 +18,7 @@ from sansgpu.views.record import RunRecord
 from tests.processes import Captured, events_of, json_of, printed, settings, train, write_corpus
 from tests.tasks.fine_tuned import made
 from tests.tasks.fine_tuned import settings as fine_tuning
-from tests.tasks.folders import chat_rows, labeled_rows, model_folder
+from tests.tasks.folders import chat_rows, labeled_rows, model_folder, prompt_rows
 
 NOW = datetime(2026, 3, 1, 22, 30)
 
@@ -196,6 +196,19 @@ def test_a_plan_says_how_often_a_fine_tuning_reads_its_data(
     plan = json_of(capsys, "plan", *fine_tuning(tmp_path, task, **{**limits, **chosen, **changes}))
     assert plan["total_steps"] == plan["limit_steps"]
     assert plan["epochs"] == pytest.approx(epochs, rel=0.1)
+
+
+def test_reinforcement_learning_uses_all_of_the_time(tmp_path: Path, capsys: Captured) -> None:
+    """Its answers are new in every epoch."""
+    limits = {
+        "training__max_hours": 1, "training__max_steps": "null",
+        "data__dataset_name": prompt_rows(tmp_path / "rows.jsonl"),
+        "model__name_or_path": model_folder("qwen2"), "training__gradient_accumulation_steps": 8,
+        "training__batch_size": 1, "training__grpo__group_size": 4, "training__grpo__max_completion_length": 8,
+    }  # fmt: skip
+    plan = json_of(capsys, "plan", *fine_tuning(tmp_path, "grpo", **limits))
+    assert plan["limit_steps"] is None
+    assert plan["epochs"] > 10
 
 
 def test_the_smaller_of_all_steps_and_those_that_the_time_allows_is_announced(

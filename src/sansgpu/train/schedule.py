@@ -64,7 +64,12 @@ def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
 
 
 def usual_epochs(config: Config) -> int | None:
-    """Returns how often a fine-tuning task usually reads its data, or None for training from scratch."""
+    """Returns how often a fine-tuning task usually reads its data.
+
+    Returns None for training from scratch, and for tasks that learn from new answers in every epoch.
+    """
+    if config.settings.generates:
+        return None
     task = config.tasks.tasks.get(config.task)
     purpose = config.settings.purpose or (task.purpose if task else None)
     return purpose.epochs if purpose is not None and purpose.model is not None else None
