@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.data import DataConfig
+from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
 from sansgpu.config.section import (
@@ -28,7 +29,7 @@ from sansgpu.config.section import (
     all_sections,
 )
 from sansgpu.config.tasks import CODE_NAME, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
-from sansgpu.config.training import ONE_DEVICE, Device, TrainingConfig, default_learning_rate
+from sansgpu.config.training import ONE_DEVICE, Device, TrainingConfig
 from sansgpu.config.wording import truncate
 
 CLASS_NAME = rf"^{CODE_NAME}$"
@@ -122,6 +123,9 @@ class Config(Section):
         found = [*self._unused_keys(), *self.settings.problems(self)]
         if is_outside(self.task) and self.objective not in (None, self.task):
             found.append(f"objective has no effect, because task {self.task} is already your own class; remove it")
+        usual = self.settings.default("training", "warmup_steps", TrainingConfig.model_fields["warmup_steps"].default)
+        if self.training.warmup_ratio is not None and self.training.warmup_steps != usual:
+            found.append("training.warmup_steps and training.warmup_ratio both set the warmup; remove one of the two")
         if found:
             raise ValueError("; ".join(found))
         return self

@@ -316,7 +316,7 @@ def _run(
     _add_loggers(sinks, run.config, paths, step)
     request.monitor.start(paths.root.absolute(), [execution.group.peers[rank] for rank in execution.group.local_ranks])
     try:
-        sinks.release({**_start_event(run, step or 0), **resumed})
+        sinks.release({**_start_event(run, step or 0), "expected_steps": trainer.expected_steps, **resumed})
         for event in output.early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()

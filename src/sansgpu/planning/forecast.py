@@ -173,6 +173,7 @@ def describe_plan(run: TrainingRun, progress: ReportProgress) -> RunPlan:
         "step_seconds": None,
         "machine_share": None,
         "total_steps": None,
+        "limit_steps": None if run.total_steps == UNKNOWN_STEPS else run.total_steps,
         "total_tokens": None,
         "epochs": None,
         "total_seconds": None,

@@ -35,7 +35,14 @@ from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun, shared_tokens
 from sansgpu.train.run_length import finish_time
-from sansgpu.train.schedule import UNKNOWN_STEPS, evaluation_problem, repetition_problem, total_steps, warmup_problem
+from sansgpu.train.schedule import (
+    UNKNOWN_STEPS,
+    default_epochs,
+    evaluation_problem,
+    repetition_problem,
+    total_steps,
+    warmup_problem,
+)
 
 # needed: prepare the data or fail. wanted: continue without data that is unreachable, or that cannot be read and does
 # not determine the run's length. unread: do not read it.
@@ -100,7 +107,16 @@ def resolve_run(
         timing = Timing(**group.broadcast_object(lambda: _measured(calibration, sizes, progress)))
         execution.micro_batch = timing.micro_batch
     execution.accumulation = micro_batches_per_rank(config.training, execution.micro_batch, group.size)
-    run = TrainingRun(config, execution, steps, estimate_memory(config, execution), available, corpus, timing)
+    run = TrainingRun(
+        config,
+        execution,
+        steps,
+        estimate_memory(config, execution),
+        available,
+        corpus,
+        timing,
+        assumed_step_seconds=assumed_step / group.size,
+    )
     if before is None and (problem := _evaluation_problem(run, assumed_step, affordable_steps)):
         warn(problem)
     return run
@@ -122,7 +138,7 @@ def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable_steps:
     if run.corpus is None:
         return None
     if run.timing is not None:
-        step_seconds = run.timing.step_seconds(run.costs, run.execution.accumulation)
+        step_seconds = run.step_seconds
         affordable_steps = min(run.total_steps, seconds_allowed(run.config) / step_seconds)
     batches = run.eval_token_ratio * effective_batch(run.config.training) / run.execution.micro_batch
     return evaluation_problem(run.config.training, affordable_steps, run.steps_per_evaluation, step_seconds, batches)
@@ -166,6 +182,7 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     config, work = with_optimizer(config, tokens_per_step)
     if corpus is not None:
+        training = training.model_copy(update={"num_epochs": training.num_epochs or default_epochs(config)})
         steps = total_steps(training, steps_per_epoch(corpus.train_examples, effective), corpus.train_tokens)
     else:
         without = training.model_copy(update={"num_epochs": None})
@@ -215,7 +232,8 @@ def _read(
         config, corpus = prepare_data(config, cache_dir(config.data.cache_dir), progress, options.tokenizer)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
-        known = limited and training.num_epochs is None  # the run's length does not depend on the data
+        epochs = training.num_epochs or default_epochs(config)
+        known = limited and epochs is None  # the run's length does not depend on the data
         if options.data == "needed" or not (known or isinstance(error, UnreachableError)):
             raise
         warn(

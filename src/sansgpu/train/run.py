@@ -39,6 +39,7 @@ class TrainingRun:
     available: int  # bytes of memory
     corpus: Any = None  # the task's tasks.Corpus; None if the data was not read
     timing: Timing | None = None  # None if no steps were timed
+    assumed_step_seconds: float = 0.0  # duration of a step at the assumed speed of this kind of processor
     paths: RunPaths = NOWHERE  # NOWHERE if the run is only planned
     started: float = field(default_factory=time.monotonic)  # start of the time budget
     gemm_flops_per_second: float = 0.0  # best total rate of all processes at the start, the denominator of `mfu`
@@ -111,6 +112,13 @@ class TrainingRun:
         return steps_per_epoch(self.corpus.train_examples, effective_batch(self.config.training))
 
     @property
+    def step_seconds(self) -> float:
+        """Estimated duration of a step: as timed, or else as assumed."""
+        if self.timing is None:
+            return self.assumed_step_seconds
+        return self.timing.step_seconds(self.costs, self.execution.accumulation)
+
+    @property
     def eval_token_ratio(self) -> float:
         """Ratio of an evaluation's tokens to a step's tokens."""
         tokens: float = self.corpus.validation_tokens if self.corpus else 0
@@ -150,6 +158,7 @@ class TrainingRun:
             "window": self.config.window,
             "tokens_per_step": self.tokens_per_step,
             "total_steps": None if self.total_steps == UNKNOWN_STEPS else self.total_steps,
+            "total_epochs": None if self.total_steps == UNKNOWN_STEPS else self.epoch_after(self.total_steps),
             "max_hours": training.max_hours,
             "until": training.until,
             "train_tokens": corpus.train_tokens if corpus else None,

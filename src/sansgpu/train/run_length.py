@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from sansgpu.config import ConfigError
@@ -15,7 +15,7 @@ from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
 from sansgpu.events.progress import Warn
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.schedule import learning_rate
+from sansgpu.train.schedule import default_epochs, learning_rate, usual_epochs
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.state import TrainState
 
@@ -57,6 +57,7 @@ class Budget:
     validation_share: float  # estimated duration of an evaluation / duration of a step
     snapshot_bytes: int
     export_bytes: int
+    final_evaluations: int = 1  # 2 if the best snapshot predicts again
     wall_clock: Callable[[], datetime] = datetime.now
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _evaluation_seconds: float | None = None
@@ -140,7 +141,7 @@ class Budget:
         # The last snapshot waits for one that is still being written.
         snapshots = 2 if self.training.save_steps or self.training.eval_steps else 1
         written = snapshots * self.snapshot_bytes + self.export_bytes
-        return self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
+        return self.final_evaluations * self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
 
     def _evaluation(self) -> float:
         if self._evaluation_seconds is not None:
@@ -179,6 +180,15 @@ class RunLength:
         planned = self._progress.total_steps
         if self._training.time_limited and planned and (self._progress.step < planned or finished):
             self.total_steps = min(self._run.total_steps, planned)
+
+    def expected_steps(self) -> int | None:
+        """Returns the steps after which the run will probably end, or None without a time limit."""
+        if not self._training.time_limited:
+            return None
+        if self.total_steps < self._run.total_steps:
+            return self.total_steps  # planned before the run was interrupted
+        done, budget = self._progress.step, replace(self.budget, _steps=deque([self._run.step_seconds]))
+        return min(self.total_steps, done + max(1, budget.steps_left(done) or 0))
 
     def schedule_change(self, recorded: Sequence[Event]) -> str | None:
         """Describes what a resumed run does whose number of steps differs from the recorded one."""
@@ -240,8 +250,15 @@ class RunLength:
         total = min(max_steps, step + fitting)
         if not self._warned and self.budget.idle_ratio(max_steps - step) > EARLY_END_RATIO:
             self._warned = True
-            self._warn(
-                f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its "
-                "time limit; set them to null to use all of the time."
-            )
+            self._warn_of_unused_time(total)
         return total
+
+    def _warn_of_unused_time(self, total: int) -> None:
+        """Warns that a limit other than the time ends the run early, unless that is the task's default."""
+        if default_epochs(self._run.config) is not None:
+            return
+        more = "set them to null to use all" if usual_epochs(self._run.config) is None else "raise them to use more"
+        self._warn(
+            f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its time "
+            f"limit; {more} of the time."
+        )

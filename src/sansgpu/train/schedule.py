@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from sansgpu.config.schema import Config
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.data.order import step_limits
+from sansgpu.train.snapshots import Progress
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
 # Beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit.
@@ -39,7 +41,12 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
 
 
 def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
-    """Returns the number of warm-up steps, at most a tenth of the steps of a time-limited run."""
+    """Returns the number of warm-up steps.
+
+    `training.warmup_steps` count at most a tenth of a time-limited run.
+    """
+    if training.warmup_ratio is not None:
+        return math.ceil(training.warmup_ratio * total_steps)
     limit = total_steps // MAX_WARMUP_DIVISOR if training.time_limited else training.warmup_steps
     return min(training.warmup_steps, limit)
 
@@ -54,6 +61,40 @@ def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
         f"rate has reached only {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
         f"{total_steps // MAX_WARMUP_DIVISOR}."
     )
+
+
+def usual_epochs(config: Config) -> int | None:
+    """Returns how often a fine-tuning task usually reads its data.
+
+    Returns None for training from scratch, and for tasks that learn from new answers in every epoch.
+    """
+    if config.settings.generates:
+        return None
+    task = config.tasks.tasks.get(config.task)
+    purpose = config.settings.purpose or (task.purpose if task else None)
+    return purpose.epochs if purpose is not None and purpose.model is not None else None
+
+
+def default_epochs(config: Config) -> int | None:
+    """Returns the maximum epochs of a run that only its time limits, or None if there is no such maximum.
+
+    A fine-tuned model that reads its data more often learns them by heart.
+    """
+    training = config.training
+    if not training.time_limited or training.num_epochs or training.max_steps or training.max_tokens:
+        return None
+    return usual_epochs(config)
+
+
+def stops_early(training: TrainingConfig, progress: Progress) -> bool:
+    """Returns whether `training.early_stopping_patience` evaluations in a row have not lowered the loss."""
+    patience = training.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience
+
+
+def ends_with_best(training: TrainingConfig, progress: Progress) -> bool:
+    """Returns whether the final model of a run that ends now is the best snapshot's, not the last step's."""
+    return training.load_best_model_at_end or stops_early(training, progress)
 
 
 def repetition_problem(epochs: float, tokens: int, parameters: int) -> str | None:
