@@ -92,7 +92,6 @@ def test_the_exported_model_has_what_the_lower_layers_learned(home: Path, capsys
         assert any("layer.0." in key for key in changed(before, weights_in(run / "final")))
         last = events_of(run, "eval")[-1]
         assert json_of(capsys, "eval", run)["loss"] == pytest.approx(last["loss"], rel=2e-2)
-        assert json_of(capsys, "eval", run / "final", "--set", f"data.dataset_name={home / 'classify.jsonl'}")["loss"]
 
 
 @pytest.mark.parametrize("form", ["false", "int8"])
@@ -130,16 +129,17 @@ def test_a_run_resumes_byte_for_byte_before_at_and_after_the_stop(home: Path, tm
         shutil.copytree(straight, resumed)
         shutil.rmtree(resumed / "final")
         assert cli(["train", "--output-dir", str(resumed), "--resume", f"step-{step:06d}"]) == 0
-        shutil.rmtree(resumed / "abandoned", ignore_errors=True)
-        found = {name: value for name, value in digests(resumed).items() if not name.startswith("branches")}
+        found = {name: value for name, value in digests(resumed).items() if "abandoned" not in name}
         assert found == digests(straight), step
         assert record(resumed) == record(straight), step
 
 
-@pytest.mark.parametrize("step", [2, 7])
+@pytest.mark.parametrize("step", [1, 4])
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, step: int) -> None:
-    straight, killed = made(home, "straight-sft", "sft", "qwen2", LATER, LORA), tmp_path / "killed"
-    command = ["train", *chosen(home, "sft", "qwen2", LATER, LORA), "--output-dir", str(killed)]
+    given = "sft", "qwen2", LATER, LORA, {"training.num_epochs": 8}
+    straight, killed = made(home, "straight-sft", *given), tmp_path / "killed"
+    assert stop_of(straight) == 2
+    command = ["train", *chosen(home, *given), "--output-dir", str(killed)]
     manifest = killed / f"snapshots/step-{step:06d}/MANIFEST.json"
     assert kill_when(start(command, tmp_path / "cache"), manifest.exists) == -9
     assert not (killed / "final").exists()
@@ -196,16 +196,18 @@ def test_several_processes_stop_together(home: Path, tmp_path: Path, changes: di
     later = changed(saved[stop], saved[max(saved)])
     assert later
     assert not [name for name in later if "layer.0." in name or "embeddings" in name]
-    alone = made(home, "straight", "classify", "bert", LATER)
-    together = [event["loss"] for event in events_of(run, "eval")]
-    assert together[-1] == pytest.approx(events_of(alone, "eval")[-1]["loss"], rel=0.1)
+    if "training.sync_every" not in changes:
+        losses = [
+            events_of(folder, "eval")[-1]["loss"] for folder in (run, made(home, "straight", "classify", "bert", LATER))
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=0.1)  # dropout differs between ranks
 
 
 def test_weights_that_are_split_over_processes_cannot_stop(home: Path, tmp_path: Path) -> None:
     arguments = chosen(home, "classify", "bert", LATER, {"training.sharding": "full"})
     command = ["train", *arguments, "--output-dir", str(tmp_path / "run"), "--processes", "2"]
     code, _, error = finish(command, tmp_path / "commands")
-    assert code == 2
+    assert code == 2, error
     assert "layers cannot stop learning" in error
 
 
@@ -270,7 +272,6 @@ def test_the_step_of_the_stop_depends_on_the_data_alone() -> None:
     [
         ({"model.trained_layers": ""}, "freeze_after has no effect without trained_layers"),
         ({"model.freeze_after": 3}, "freeze_after is 3, but training.num_epochs is 3"),
-        ({"model.trained_layers": "auto"}, "trained_layers auto chooses freeze_after itself"),
         ({"model.freeze_after": -1}, "greater than or equal to 0"),
         ({"model.keep_activations": "int4"}, "int8"),
     ],
@@ -304,7 +305,8 @@ def test_layers_are_chosen_automatically(
     weights = digests(run / "final")
     shutil.rmtree(run / "final")
     shutil.rmtree(max((run / "snapshots").glob("step-*")))
-    assert cli(["train", *arguments, "--output-dir", str(run), "--resume"]) == 0
+    code = cli(["train", *arguments, "--output-dir", str(run), "--resume"])
+    assert code == 0, capsys.readouterr().err
     assert digests(run / "final") == weights
 
 

@@ -88,7 +88,7 @@ class ModelConfig(Section):
         None,
         description="train only the last blocks, by number or as a share of all (0.5: the upper half), and what runs "
         "after them; with an adapter, only they get adapter matrices. Frozen blocks run without dropout. auto: in a "
-        "run of at least 3 epochs, the upper half after one epoch of training all layers; otherwise all layers. "
+        "run of at least 3 epochs, the upper half after freeze_after (by default 1); otherwise all layers. "
         "Default: all blocks and the embeddings",
     )
     freeze_after: float | None = Field(
@@ -125,11 +125,6 @@ class ModelConfig(Section):
             yield "keep_activations has no effect without trained_layers; set trained_layers, or remove it"
         if self.freeze_after and self.trained_layers is None:
             yield "freeze_after has no effect without trained_layers; set trained_layers, or remove it"
-        if self.freeze_after is not None and self.trained_layers == AUTO:
-            yield (
-                "trained_layers auto chooses freeze_after itself; remove freeze_after, or set trained_layers to a "
-                "number or a share such as 0.5"
-            )
 
     @property
     def freezes_at_start(self) -> bool:

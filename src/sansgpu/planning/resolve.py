@@ -139,22 +139,25 @@ def _with_kept_activations(config: Config, corpus: Corpus | None, steps: float, 
 def _with_trained_layers(config: Config, corpus: Corpus, steps: float, warn: Warn, group: Group) -> Config:
     """Replaces model.trained_layers auto by what it means in a run of `steps` steps, and says so."""
     epochs = group.broadcast_object(lambda: steps / _epoch_steps(config, corpus))
-    chosen = automatic_layers(epochs)
+    chosen = automatic_layers(epochs, config.model.freeze_after)
     length = f"the run reads its data {epochs:.2g} times"
     if chosen["trained_layers"] is None:
         warn(f"model.trained_layers auto trains all layers, because {length}, fewer than {AUTO_FREEZE_EPOCHS}.")
     else:
         warn(
-            f"model.trained_layers auto trains all layers for {chosen['freeze_after']:g} epoch and then the last "
+            f"model.trained_layers auto trains all layers up to epoch {chosen['freeze_after']:g} and then the last "
             f"{chosen['trained_layers']:.0%} of the blocks, because {length}."
         )
     return change_config(config, [(f"model.{key}", value) for key, value in chosen.items()])
 
 
-def automatic_layers(epochs: float) -> dict[str, float | None]:
-    """Returns the keys of `model` that stand for trained_layers auto in a run of `epochs` epochs."""
+def automatic_layers(epochs: float, freeze_after: float | None = None) -> dict[str, float | None]:
+    """Returns the keys of `model` that stand for trained_layers auto in a run of `epochs` epochs.
+
+    `freeze_after` is the configured value.
+    """
     if round(epochs, 6) >= AUTO_FREEZE_EPOCHS:
-        return {"trained_layers": 0.5, "freeze_after": 1.0}
+        return {"trained_layers": 0.5, "freeze_after": 1.0 if freeze_after is None else freeze_after}
     return {"trained_layers": None, "freeze_after": None, "keep_activations": None}
 
 
