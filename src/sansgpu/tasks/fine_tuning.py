@@ -14,6 +14,7 @@ import torch
 
 from sansgpu.config import ConfigError, derive_seed
 from sansgpu.config.schema import Config
+from sansgpu.config.section import AUTO
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
@@ -77,7 +78,7 @@ class FineTuning(ObjectiveBase, ABC):
 
         self.config, settings, seed = config, config.model, config.training.seed
         self.head = self.head_of(config)
-        if layers is not None and settings.freezes_at_start:
+        if layers is not None and settings.trained_layers not in (None, AUTO):
             settings = settings.model_copy(update={"trained_layers": 1.0})  # times a trained block
         if random:
             self.model = random_model(settings, self.head, layers)
