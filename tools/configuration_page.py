@@ -86,7 +86,8 @@ GROUPS = (
         "Adapters: LoRA, DoRA and quantized bases",
         "rank, alpha, target modules, trained adapters, int8 and int4 (QLoRA), frozen layers",
         """model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
-        model.merge_adapter model.trained_layers model.keep_activations""",
+        model.merge_adapter model.trained_layers model.freeze_after
+        model.keep_activations""",
     ),
     Group(
         "Datasets and validation",

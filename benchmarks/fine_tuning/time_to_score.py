@@ -1,10 +1,10 @@
 """Measures how long sansgpu trains until it scores what the Trainer scores at the end of its training.
 
-    python -m benchmarks.fine_tuning.time_to_score --task classify|tokens|qa|embed --model FOLDER --train FILE --dev FILE
-        [--epochs 3] [--batch 16] [--learning-rate 5e-5] [--evaluations 12] [--seeds 1] [--threads N]
+    python -m benchmarks.fine_tuning.time_to_score --task classify|tokens|qa|embed --model FOLDER --train FILE
+        --dev FILE [--epochs 3] [--batch 16] [--learning-rate 5e-5] [--evaluations 12] [--seeds 1] [--threads N]
         [--own KEY=VALUE] [--json FILE]
 
-The peer trains as in `benchmarks.fine_tuning.understanding`, with the settings that transformers' examples have. sansgpu has
+The peer trains as in `benchmarks.fine_tuning.understanding`, with the settings of transformers' examples. sansgpu has
 its own defaults, changed by --own, and evaluates during its run, `--evaluations` times in all. Both count only the seconds
 of training steps: the Trainer all of them, sansgpu those before the first evaluation with the Trainer's final score.
 """
@@ -33,7 +33,7 @@ COLUMNS = {
 
 
 def seconds_to(target: float, measure: str, given: dict[str, object], steps: int, output: Path) -> tuple[float, Row]:
-    """Trains with sansgpu; returns the seconds until its score reaches `target`, or infinity, and a row about the run."""
+    """Trains with sansgpu; returns the seconds until it scores `target`, or infinity, and a row about the run."""
     watched: dict[str, object] = {
         "training.eval_steps": steps,
         "training.logging_steps": 1,
@@ -51,7 +51,12 @@ def row(name: str, runs: list[Row]) -> Row:
     """Returns medians over seeds."""
     keys = ("quality", "seconds", "seconds_to_score")
     qualities = " ".join(f"{run['quality']:.4g}" for run in runs)
-    return {"name": name, "qualities": qualities, **{key: median(run[key] for run in runs) for key in keys}, "runs": runs}
+    return {
+        "name": name,
+        "qualities": qualities,
+        **{key: median(run[key] for run in runs) for key in keys},
+        "runs": runs,
+    }
 
 
 def peer_row(found: Learned) -> Row:
@@ -73,7 +78,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of both")
-    parser.add_argument("--own", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of sansgpu's run")
+    parser.add_argument(
+        "--own", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of sansgpu's run"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     theirs, ours = list[Row](), list[Row]()

@@ -149,7 +149,7 @@ def test_a_forecast_counts_what_falls_due(every: int, first: int, more: int, sav
 def test_a_run_whose_preparation_took_all_its_time_is_not_said_to_end_early() -> None:
     budget = Budget(TrainingConfig(max_hours=0.01), lambda: 100.0, 0.0, 0, 0)
     assert budget.steps_left(1) == 0
-    assert budget.idle_ratio(1000) == 0
+    assert budget.idle_ratio(1, 1000) == 0
 
 
 def test_the_time_to_save_is_recorded_once_per_snapshot(

@@ -99,7 +99,7 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
-    "trained layers": "model.trained_layers",
+    "trained layers": "model.trained_layers model.freeze_after",
     "kept activations": "model.keep_activations",
     "chat template": """
         data.chat_template data.template_variables data.parse_special_tokens data.system_column data.tools_column

@@ -13,6 +13,7 @@ import torch
 from sansgpu.config import ConfigError, UnreachableError, change_config
 from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
+from sansgpu.config.section import AUTO
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.order import steps_per_epoch
@@ -33,12 +34,13 @@ from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.train.run import TrainingRun, shared_tokens
+from sansgpu.train.run import TrainingRun, phases_of, shared_tokens
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import (
     UNKNOWN_STEPS,
     default_epochs,
     evaluation_problem,
+    freezing_problem,
     repetition_problem,
     total_steps,
     warmup_problem,
@@ -48,6 +50,7 @@ from sansgpu.train.schedule import (
 # not determine the run's length. unread: do not read it.
 Data = Literal["needed", "wanted", "unread"]
 Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch
+AUTO_FREEZE_EPOCHS = 3  # in shorter runs, model.trained_layers auto trains all layers throughout
 WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
 
 
@@ -87,10 +90,14 @@ def resolve_run(
     execution, available = configure_process(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, options, group)
     config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
+    if config.model.trained_layers == AUTO and corpus is not None:
+        config = _with_trained_layers(config, corpus, affordable_steps, warn, group)
+        config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
     assumed_step = seconds / affordable_steps
     config = _with_kept_activations(config, corpus, affordable_steps, group)
-    if problem := warmup_problem(config.training, steps):
-        warn(problem)
+    for problem in (warmup_problem(config.training, steps), _freezing_problem(config, corpus, steps)):
+        if problem:
+            warn(problem)
     if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable_steps)):
         warn(problem)
     seconds, execution.compile = _compilation(config, execution, before, seconds, warn)
@@ -123,14 +130,54 @@ def resolve_run(
 
 
 def _with_kept_activations(config: Config, corpus: Corpus | None, steps: float, group: Group) -> Config:
-    """Decides whether to keep the outputs of frozen layers: if `steps` steps read the data more than once."""
+    """Decides whether to keep the outputs of frozen layers: if the run reads the data more than once with them.
+
+    The run has `steps` steps.
+    """
     model = config.model
-    if model.trained_layers is None or model.keep_activations is not None or not config.acts("model.keep_activations"):
+    if model.trained_layers in (None, AUTO) or model.keep_activations is not None:
         return config
-    costs = task_of(config).costs(config)
-    epoch = steps_per_epoch(corpus.train_examples, effective_batch(config.training)) if corpus else math.inf
-    again = group.broadcast_object(lambda: steps > epoch and costs.trained_layers < costs.layers)
+    if not config.acts("model.keep_activations"):
+        return config
+    costs, first = task_of(config).costs(config.after_freezing()), phases_of(config, corpus).freeze_step
+    frozen_steps = steps - first if model.freeze_after else steps
+    epochs = frozen_steps / _epoch_steps(config, corpus)
+    again = group.broadcast_object(lambda: epochs > 1 and costs.trained_layers < costs.layers)
     return change_config(config, [("model.keep_activations", again)])
+
+
+def _with_trained_layers(config: Config, corpus: Corpus, steps: float, warn: Warn, group: Group) -> Config:
+    """Replaces model.trained_layers auto by what it means in a run of `steps` steps, and says so."""
+    epochs = group.broadcast_object(lambda: steps / _epoch_steps(config, corpus))
+    chosen = automatic_layers(epochs, config.model.freeze_after)
+    length = f"the run reads its data {epochs:.2g} times"
+    if chosen["trained_layers"] is None:
+        warn(f"model.trained_layers auto trains all layers, because {length}, fewer than {AUTO_FREEZE_EPOCHS}.")
+    else:
+        warn(
+            f"model.trained_layers auto trains all layers up to epoch {chosen['freeze_after']:g} and then the last "
+            f"{chosen['trained_layers']:.0%} of the blocks, because {length}."
+        )
+    return change_config(config, [(f"model.{key}", value) for key, value in chosen.items()])
+
+
+def automatic_layers(epochs: float, freeze_after: float | None = None) -> dict[str, float | None]:
+    """Returns the keys of `model` that stand for trained_layers auto in a run of `epochs` epochs.
+
+    `freeze_after` is the configured value.
+    """
+    if round(epochs, 6) >= AUTO_FREEZE_EPOCHS:
+        return {"trained_layers": 0.5, "freeze_after": 1.0 if freeze_after is None else freeze_after}
+    return {"trained_layers": None, "freeze_after": None, "keep_activations": None}
+
+
+def _epoch_steps(config: Config, corpus: Corpus | None) -> float:
+    return steps_per_epoch(corpus.train_examples, effective_batch(config.training)) if corpus else math.inf
+
+
+def _freezing_problem(config: Config, corpus: Corpus | None, steps: int) -> str | None:
+    after = config.model.freeze_after
+    return freezing_problem(after, phases_of(config, corpus).freeze_step, steps) if after and corpus else None
 
 
 def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable_steps: float) -> str | None:
@@ -187,7 +234,8 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
     else:
         without = training.model_copy(update={"num_epochs": None})
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
-    seconds = assumed_seconds(work.needed * steps, execution.precision, execution.threads)
+    needed = work.needed * phases_of(config, corpus).work(0, steps)
+    seconds = assumed_seconds(needed, execution.precision, execution.threads)
     allowed = min(seconds, seconds_allowed(config))
     return config, steps, allowed, steps * allowed / seconds
 

@@ -107,6 +107,8 @@ class RunPlan(TypedDict):
     tokens_per_second: float | None
     seconds_per_million_tokens: float | None
     step_seconds: float | None
+    freeze_step: int | None  # number of steps after which layers stop learning
+    later_step_seconds: float | None  # after these
     machine_share: float | None
     total_steps: int | None
     limit_steps: int | None  # those of num_epochs, max_steps or max_tokens, which a time limit may not allow

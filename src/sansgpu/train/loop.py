@@ -24,12 +24,13 @@ from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import available_memory, held_memory
+from sansgpu.tasks.capabilities import ActivationOwner, FreezesLayers, KeepsActivations
 from sansgpu.tasks.task import Collecting, Sums, Task, add_sums
 from sansgpu.train.branches import record_of
 from sansgpu.train.checkpoint import Saver, load_snapshot, load_weights
 from sansgpu.train.evaluate import Validation
 from sansgpu.train.health import not_finite_remedy
-from sansgpu.train.run import TrainingRun
+from sansgpu.train.run import TrainingRun, keep_activations
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_log import RunLog, SystemStatistics
 from sansgpu.train.schedule import UNKNOWN_STEPS, ends_with_best, learning_rate, stops_early
@@ -92,6 +93,7 @@ class Trainer:
         self._control = RunControl(controls or Controls(), execution.group)
         self.state = LogHistory(effective_batch(run.config.training))  # as transformers' `trainer.state`
         sinks.add(self.state)
+        self._is_frozen = False  # layers have stopped learning
         self._sums: Sums = {}  # logged sums of the steps since the last synchronization
         self._guard: MemoryGuard | None = None
         if run.sharding != "full":
@@ -165,6 +167,8 @@ class Trainer:
             self._show("writing the final model", 0, 0)
             if group.is_main:
                 self._task.export(self._run.paths.final)
+            if group.rank == group.local_ranks[0] and isinstance(self._task, KeepsActivations):
+                self._task.delete_activations()
             if not self._length.is_finished():
                 return self._end("early_stopping", final_step)
             return self._end("out_of_time" if self._length.is_out_of_time() else "done", final_step)
@@ -178,9 +182,13 @@ class Trainer:
     def _run_steps(self, prefetch: Prefetcher) -> int | None:
         """Trains until the run is finished, stops early or is interrupted by a signal; returns the signal or None."""
         first = self._progress.step
+        if first > self._length.phases.freeze_step:
+            self._freeze_layers()
         if first:
             self._do(self._due())
         while (stopped_by := self._follow_commands()) is None and not self._is_over():
+            if self._freeze_layers():
+                continue  # it takes time, in which a signal may have arrived
             self._show_first_steps(first)
             # The first step of a process compiles, so its duration says nothing about later steps.
             self._one_step(prefetch, is_timed=self._progress.step > first)
@@ -194,6 +202,29 @@ class Trainer:
 
     def _is_over(self) -> bool:
         return self._length.is_finished() or stops_early(self._training, self._progress)
+
+    def _freeze_layers(self) -> bool:
+        """Freezes the lower layers once all have learned for `model.freeze_after`. Returns whether it did.
+
+        Evaluations and snapshots of the last step before come first, so that a resumed run repeats it.
+        """
+        step, first = self._progress.step, self._length.phases.freeze_step
+        if self._is_frozen or step < first or not isinstance(self._task, FreezesLayers):
+            return False
+        self._is_frozen = True
+        frozen, blocks = self._task.freeze_layers()
+        self._state.optimizer.drop_frozen()
+        self._length.budget.forget_steps()
+
+        def say(message: str) -> None:
+            if step == first:  # otherwise it is in the record of the resumed run
+                self._sinks.emit({"event": "warning", "step": step + 1, "cause": "layers", "message": message})
+
+        say(f"the embeddings and the lower {frozen} of {blocks} blocks stop learning after step {step:,}.")
+        owner = ActivationOwner(self._run.paths.root, self._control.is_interrupted)
+        if problem := keep_activations(self._run, self._task, self._show, owner):
+            say(problem)
+        return True
 
     def _follow_commands(self) -> int | None:
         """Handles requests, and waits while the run is paused. Returns the signal that ends the run, or None."""
@@ -301,6 +332,8 @@ class Trainer:
             self._sinks.warn(f"{problem} The final model is therefore that of the last step, not of the best one.")
             return progress.step
         load_weights(self._state, best)
+        if best.step < self._length.phases.freeze_step and isinstance(self._task, KeepsActivations):
+            self._task.forget_activations()
         return best.step
 
     def _show_first_steps(self, first: int) -> None:

@@ -15,7 +15,7 @@ from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
 from sansgpu.events.progress import Warn
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.schedule import default_epochs, learning_rate, usual_epochs
+from sansgpu.train.schedule import ONE_PHASE, StepPhases, default_epochs, learning_rate, usual_epochs
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.state import TrainState
 
@@ -59,6 +59,7 @@ class Budget:
     export_bytes: int
     final_evaluations: int = 1  # 2 if the best snapshot predicts again
     wall_clock: Callable[[], datetime] = datetime.now
+    phases: StepPhases = ONE_PHASE
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _evaluation_seconds: float | None = None
     _save_seconds: float = 0.0
@@ -77,6 +78,10 @@ class Budget:
     def record_step(self, seconds: float) -> None:
         """Records the duration of a step. The first step of a process is excluded because it compiles."""
         self._steps.append(seconds)
+
+    def forget_steps(self) -> None:
+        """Forgets the recorded steps, because those to come take a different time."""
+        self._steps.clear()
 
     def record_evaluation(self, seconds: float) -> None:
         """Records how long the loop waited for an evaluation, its sample and its snapshot."""
@@ -99,15 +104,15 @@ class Budget:
             return 0
         if not self._steps:
             return None
-        usable, step = left - self._reserve(), self._step()
+        usable = left - self._reserve()
         if usable < 0:
             return 0
-        counts = range(int(usable / step) + 1)
-        return bisect_right(counts, usable, key=lambda n: n * step + self._pause_seconds(done, n)) - 1
+        counts = range(int(usable / (self._unit(done) * min(1.0, self.phases.later_work))) + 1)
+        return bisect_right(counts, usable, key=lambda n: self._seconds(done, n) + self._pause_seconds(done, n)) - 1
 
-    def idle_ratio(self, steps: int) -> float:
-        """Returns the share of the total budget that would be unused after `steps` more steps."""
-        spare = self.seconds_left() - self._reserve() - steps * self._step()
+    def idle_ratio(self, done: int, more: int) -> float:
+        """Returns the share of the total budget that would be unused after `more` steps after the first `done`."""
+        spare = self.seconds_left() - self._reserve() - self._seconds(done, more)
         return spare / self._total if self._total and spare > 0 else 0.0
 
     def worth_more(self) -> bool:
@@ -126,6 +131,14 @@ class Budget:
 
     def _step(self) -> float:
         return sum(self._steps) / max(1, len(self._steps))
+
+    def _unit(self, done: int) -> float:
+        """Returns the duration of a step in which all layers learn, from the recorded steps before step `done`."""
+        return self._step() / self.phases.step_work(done - 1)
+
+    def _seconds(self, done: int, more: int) -> float:
+        """Returns the duration of `more` steps after the first `done`."""
+        return self.phases.work(done, more) * self._unit(done)
 
     def _pause_seconds(self, done: int, more: int) -> float:
         """Returns seconds of evaluations and snapshots after steps `done` to `done + more - 1`."""
@@ -158,6 +171,7 @@ class RunLength:
         self._training, self._group = run.config.training, run.execution.group
         self._earlier_seconds = 0.0  # taken by the run's earlier processes
         self._warned = False
+        self.phases = run.phases
         weights, moments = (sum(t.nbytes for t in tensors.values()) for tensors in (state.weights(), state.moments()))
         self.budget = Budget(
             self._training,
@@ -165,6 +179,7 @@ class RunLength:
             run.steps_per_evaluation,
             snapshot_bytes=weights + moments,
             export_bytes=weights,
+            phases=self.phases,
         )
 
     @property
@@ -217,7 +232,9 @@ class RunLength:
 
     def eta_seconds(self, step_seconds: float) -> float:
         left = max(0.0, self.budget.seconds_left())
-        return min(left, (self.total_steps - self._progress.step) * step_seconds)
+        step = self._progress.step
+        work = self.phases.work(step, max(0, self.total_steps - step)) / self.phases.step_work(step - 1)
+        return min(left, work * step_seconds)
 
     def is_finished(self) -> bool:
         max_tokens = self._training.max_tokens
@@ -248,7 +265,7 @@ class RunLength:
         if fitting is None:
             return self.total_steps
         total = min(max_steps, step + fitting)
-        if not self._warned and self.budget.idle_ratio(max_steps - step) > EARLY_END_RATIO:
+        if not self._warned and self.budget.idle_ratio(step, max_steps - step) > EARLY_END_RATIO:
             self._warned = True
             self._warn_of_unused_time(total)
         return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from sansgpu.config.schema import Config
 from sansgpu.config.training import TrainingConfig
@@ -17,6 +18,47 @@ MAX_EVALUATION_RATIO = 0.1  # warn about an evaluation that takes longer than th
 MIN_EVALUATION_SECONDS = 10.0  # unless it is shorter than this
 SHORT_EVALUATION_RATIO = 0.02  # the same share for the shorter evaluation that is suggested
 UNKNOWN_STEPS = 1 << 40  # total steps of a time-limited run before any step was timed
+
+
+@dataclass(frozen=True)
+class StepPhases:
+    """The work of the steps of a run whose lower layers stop learning. The unit is a step in which all layers learn."""
+
+    freeze_step: int = UNKNOWN_STEPS  # number of steps in which all layers learn
+    later_work: float = 1.0  # work of each step after them
+    freezing_work: float = 0.0  # work between them and the next step: computing the outputs of the frozen layers
+
+    def step_work(self, step: int) -> float:
+        """Returns the work of the step after the first `step` ones."""
+        return self.later_work if step >= self.freeze_step else 1.0
+
+    def work(self, done: int, more: int) -> float:
+        """Returns the work of the `more` steps after the first `done` ones, and between them."""
+        before = min(max(0, self.freeze_step - done), more)
+        between = self.freezing_work if done <= self.freeze_step < done + more else 0.0
+        return before + (more - before) * self.later_work + between
+
+
+ONE_PHASE = StepPhases()
+
+
+def freeze_step(epochs: float, steps_per_epoch: int, sync_every: int) -> int:
+    """Returns the number of steps in which all layers learn, if the lower ones stop learning after `epochs`.
+
+    It is a multiple of `sync_every`, because otherwise the ranks' weights differ.
+    """
+    steps = math.ceil(round(epochs * steps_per_epoch, 6))  # rounded, because 0.1 * 30 is slightly above 3
+    return max(1, -(-steps // sync_every)) * sync_every
+
+
+def freezing_problem(after: float, first: int, total_steps: int) -> str | None:
+    """Describes a run that ends before layers stop learning, after `first` steps."""
+    if total_steps > first:
+        return None
+    return (
+        f"all layers are trained throughout, because model.freeze_after {after:g} is reached after "
+        f"{counted(first, 'step')}, and the run ends after {counted(total_steps, 'step')}; lower model.freeze_after."
+    )
 
 
 def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> float:
