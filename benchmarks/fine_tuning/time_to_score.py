@@ -5,8 +5,9 @@
         [--own KEY=VALUE] [--json FILE]
 
 The peer trains as in `benchmarks.fine_tuning.understanding`, with the settings of transformers' examples. sansgpu has
-its own defaults, changed by --own, and evaluates during its run, `--evaluations` times in all. Both count only the seconds
-of training steps: the Trainer all of them, sansgpu those before the first evaluation with the Trainer's final score.
+its own defaults, changed by --own, and evaluates during its run, `--evaluations` times in all. Both count only the
+seconds of training steps: the Trainer all of them, sansgpu those before the first evaluation with the Trainer's final
+score.
 """
 
 from __future__ import annotations

@@ -21,11 +21,10 @@ from sansgpu.events.progress import ignore_progress
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
 from sansgpu.models.kept_states import bytes_per_token, packed, unpacked
 from sansgpu.planning.forecast import Forecast
-from sansgpu.planning.resolve import automatic_layers
 from sansgpu.tasks.capabilities import ActivationOwner
 from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_length import Budget
-from sansgpu.train.schedule import StepPhases, freeze_step
+from sansgpu.train.schedule import StepPhases, automatic_layers, freeze_step
 from tests.processes import digests, events_of, finish, json_of, kill_when, record, start
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.frozen import EPOCHS, LORA, arrays_in, chosen, losses_of, made, task_with_data, weights_in

@@ -168,6 +168,7 @@ class TaskSettings:
     variants: tuple[Variant, ...] = ()
     defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
     adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # further defaults if model.adapter is set
+    scales_rate: bool = False  # the default learning rate depends on the model's width (`rate_for_width`)
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
     rows: str = "texts"  # the forms of its rows: a key of data.forms.registry.FORMS
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`

@@ -37,8 +37,8 @@ SAVE_SECONDS_PER_BYTE = 1 / 10e9  # time to copy a snapshot in memory
 _FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
 _DATA, _DATA_POWER = 0.65, 0.5
-# Weights beyond this number for each unique token add little (docs/lab-notes.md): they act as if the inverse of the size
-# were the sum of two inverses.
+# Weights beyond this number for each unique token add little (docs/lab-notes.md): the inverse of the useful size is the
+# sum of the inverses of both.
 _USEFUL_WEIGHTS = 7.7
 _REPEATS = 15.4  # decay constant of the value of repeated epochs (Muennighoff et al., arXiv 2305.16264)
 

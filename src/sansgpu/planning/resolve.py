@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import ConfigError, UnreachableError, change_config
+from sansgpu.config.learning_rate import rate_for_width
 from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
 from sansgpu.config.section import AUTO
@@ -37,7 +38,9 @@ from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun, phases_of, shared_tokens
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import (
+    AUTO_FREEZE_EPOCHS,
     UNKNOWN_STEPS,
+    automatic_layers,
     default_epochs,
     evaluation_problem,
     freezing_problem,
@@ -50,7 +53,6 @@ from sansgpu.train.schedule import (
 # not determine the run's length. unread: do not read it.
 Data = Literal["needed", "wanted", "unread"]
 Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch
-AUTO_FREEZE_EPOCHS = 3  # in shorter runs, model.trained_layers auto trains all layers throughout
 WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
 
 
@@ -161,16 +163,6 @@ def _with_trained_layers(config: Config, corpus: Corpus, steps: float, warn: War
     return change_config(config, [(f"model.{key}", value) for key, value in chosen.items()])
 
 
-def automatic_layers(epochs: float, freeze_after: float | None = None) -> dict[str, float | None]:
-    """Returns the keys of `model` that stand for trained_layers auto in a run of `epochs` epochs.
-
-    `freeze_after` is the configured value.
-    """
-    if round(epochs, 6) >= AUTO_FREEZE_EPOCHS:
-        return {"trained_layers": 0.5, "freeze_after": 1.0 if freeze_after is None else freeze_after}
-    return {"trained_layers": None, "freeze_after": None, "keep_activations": None}
-
-
 def _epoch_steps(config: Config, corpus: Corpus | None) -> float:
     return steps_per_epoch(corpus.train_examples, effective_batch(config.training)) if corpus else math.inf
 
@@ -244,7 +236,12 @@ def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWo
     """Returns the configuration with `auto` replaced by an optimizer and its learning rate, and the FLOPs of a step."""
     work = task_of(config).costs(config).work(tokens_per_step)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
-    return change_config(config, [("training.optimizer", optimizer)]), work
+    changed = change_config(config, [("training.optimizer", optimizer)])
+    if config.settings.scales_rate and "learning_rate" not in config.training.model_fields_set:
+        adapted = config.model.adapter != "none"
+        rate = rate_for_width(changed.training.learning_rate, task_of(config).costs(config).width, adapted)
+        changed = change_config(changed, [("training.learning_rate", rate)])
+    return changed, work
 
 
 def _with_finish(config: Config) -> Config:

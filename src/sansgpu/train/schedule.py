@@ -14,6 +14,7 @@ from sansgpu.train.snapshots import Progress
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
 # Beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit.
 MAX_EPOCHS = 4
+AUTO_FREEZE_EPOCHS = 3  # in shorter runs, model.trained_layers auto trains all layers throughout
 MAX_EVALUATION_RATIO = 0.1  # warn about an evaluation that takes longer than this share of all training steps,
 MIN_EVALUATION_SECONDS = 10.0  # unless it is shorter than this
 SHORT_EVALUATION_RATIO = 0.02  # the same share for the shorter evaluation that is suggested
@@ -182,3 +183,13 @@ def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch
     """
     limits = step_limits(training, steps_per_epoch, tokens_per_epoch)
     return max(1, math.ceil(min(limits, default=UNKNOWN_STEPS if training.time_limited else steps_per_epoch)))
+
+
+def automatic_layers(epochs: float, freeze_after: float | None = None) -> dict[str, float | None]:
+    """Returns the keys of `model` that stand for trained_layers auto in a run of `epochs` epochs.
+
+    `freeze_after` is the configured value.
+    """
+    if round(epochs, 6) >= AUTO_FREEZE_EPOCHS:
+        return {"trained_layers": 0.5, "freeze_after": 1.0 if freeze_after is None else freeze_after}
+    return {"trained_layers": None, "freeze_after": None, "keep_activations": None}
