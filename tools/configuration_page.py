@@ -55,7 +55,7 @@ GROUPS = (
     Group(
         "Learning rate: warmup and schedule",
         "learning rate, warmup, cosine, linear, WSD",
-        """training.learning_rate training.warmup_steps training.lr_scheduler training.decay_ratio
+        """training.learning_rate training.warmup_steps training.warmup_ratio training.lr_scheduler training.decay_ratio
         training.min_lr_ratio training.lr_power""",
     ),
     Group(
@@ -86,7 +86,8 @@ GROUPS = (
         "Adapters: LoRA, DoRA and quantized bases",
         "rank, alpha, target modules, trained adapters, int8 and int4 (QLoRA), frozen layers",
         """model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
-        model.merge_adapter model.trained_layers model.keep_activations""",
+        model.merge_adapter model.trained_layers model.freeze_after
+        model.keep_activations""",
     ),
     Group(
         "Datasets and validation",
@@ -161,9 +162,9 @@ GROUPS = (
     ),
     Group(
         "Evaluation and samples",
-        "how often and on how much to evaluate; generated samples",
-        """training.eval_steps training.eval_on_start training.eval_batches training.sample_tokens
-        training.sample_prompt training.sample_temperature""",
+        "how often and on how much to evaluate; early stopping; generated samples",
+        """training.eval_steps training.eval_on_start training.eval_batches training.early_stopping_patience
+        training.load_best_model_at_end training.sample_tokens training.sample_prompt training.sample_temperature""",
     ),
     Group(
         "Checkpoints (snapshots) and logging",

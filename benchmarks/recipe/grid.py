@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import ours
 from benchmarks.contest import ROOT, NoResultError, Row, print_table, say, spawn, write_json
-from sansgpu.config.training import default_learning_rate
+from sansgpu.config.learning_rate import default_learning_rate
 
 CONFIG = ROOT / "configs" / "cpu_fast.yaml"
 SIZES: dict[str, dict[str, object]] = {

@@ -106,7 +106,7 @@ def test_assignments_to_a_section_keep_the_defaults_of_the_task() -> None:
     config.training.max_steps = 5
     assert config == Config.model_validate({**values, "training": {"max_steps": 5}})
     config.task = "classify"
-    assert config.training.learning_rate == 3e-5
+    assert config.training.learning_rate == 5e-5
 
 
 def test_sections_that_do_not_fit_together_are_refused_by_fit(tmp_path: Path) -> None:

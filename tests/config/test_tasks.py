@@ -27,7 +27,7 @@ def test_fine_tuning_has_defaults_of_its_own() -> None:
         Config.model_validate({**SFT, "model": {"name_or_path": "m", "adapter": a}}) for a in ("none", "lora")
     )
     assert whole.training.learning_rate == 2e-5
-    assert adapted.training.learning_rate == 2e-4
+    assert adapted.training.learning_rate == 5e-4
     assert whole.training.optimizer == "adamw"
     assert whole.training.window_warmup_ratio == 0
     assert whole.window == 1024

@@ -204,3 +204,28 @@ def test_requests_on_rank_0_are_followed_by_all_ranks(home: Path) -> None:
     assert [event["step"] for event in events if event["event"] == "snapshot"] == [2, 6]
     assert [(event["step"], event["reason"]) for event in events if event["event"] == "end"] == [(6, "interrupted")]
     assert "state interrupted, steps 6 of 50" in out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__sharding": "full"},
+        pytest.param({"training__sharding": "none"}, marks=pytest.mark.long),
+        pytest.param({"training__sharding": "optimizer"}, marks=pytest.mark.long),
+        pytest.param({"training__sync_every": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_processes_end_early_together_with_the_best_model(home: Path, changes: dict[str, object]) -> None:
+    overfitted = {
+        "data__dataset_name": write_corpus(home / "short.jsonl", 12), "data__validation_split": 0.3,
+        "data__pack_sequences": "true", "training__learning_rate": 0.03, "training__batch_size": 2,
+        "training__max_steps": 300, "training__eval_steps": 4, "training__early_stopping_patience": 2,
+    }  # fmt: skip
+    run = forked(home, f"early-{'-'.join(map(str, changes.values()))}", 2, **overfitted, **changes)
+    end = record(run)[-1]
+    found = {event["step"]: float(str(event["loss"])) for event in record(run) if event["event"] == "eval"}
+    best = min(found, key=found.__getitem__)
+    assert (end["reason"], end["final_step"], end["step"]) == ("early_stopping", best, best + 8)
+    exported = home / f"{run.name}-best"
+    assert alone(["export", str(run), "--snapshot", "best", "--output", str(exported)], home / "cache")[0] == 0
+    assert digests(exported)["model.safetensors"] == digests(run)["final/model.safetensors"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +14,14 @@ from safetensors.torch import load_file
 from sansgpu.cli import run as cli
 from sansgpu.events.progress import ignore_progress
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
-from sansgpu.planning.resolve import resolve_run
 from sansgpu.tasks.configuration import load_config
-from sansgpu.tasks.registry import task_of
-from tests.processes import digests, events_of, finish, json_of, kill_when, options, record, start, train_once
-from tests.tasks.fine_tuned import TINY, Captured, sentence
-from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows
-from tests.tasks.texts import text_rows
+from tests.processes import digests, events_of, finish, json_of, kill_when, record, start
+from tests.tasks.fine_tuned import Captured, sentence
+from tests.tasks.folders import model_folder
+from tests.tasks.frozen import EPOCHS, LORA, arrays_in, chosen, losses_of, made, task_with_data, weights_in
+from tests.tasks.frozen import fill as fill
 
 pytestmark = pytest.mark.usefixtures("home")
-
-LORA = {"model.adapter": "lora"}
-EPOCHS = {"training.max_steps": "", "training.num_epochs": 3, "training.eval_steps": 0, "training.save_steps": 0}
-
-
-def fill(home: Path) -> None:
-    labeled_rows(home / "classify.jsonl", pairs=True)
-    conll(home / "tokens.conll")
-    text_rows(home / "embed.jsonl", "triplets")
-    preference_rows(home / "preference.jsonl")
-    chat_rows(home / "sft.jsonl")
-
-
-def chosen(home: Path, task: str, architecture: str, *changes: Mapping[str, object]) -> list[str]:
-    data = home / ("tokens.conll" if task == "tokens" else f"{task}.jsonl")
-    own = {
-        "task": task, "model.name_or_path": model_folder(architecture), "data.dataset_name": data,
-        "data.validation_split": 0.2, "model.trained_layers": 1,
-    }  # fmt: skip
-    merged: dict[str, object] = {}
-    for change in (TINY, own, *changes):
-        merged |= change
-    return options(merged)
-
-
-def made(home: Path, name: str, *arguments: Any) -> Path:
-    return train_once(home / name, chosen(home, *arguments))
-
-
-def task_with_data(home: Path, *arguments: Any) -> Any:
-    given = [text for text in chosen(home, *arguments) if text != "--set"]
-    run = resolve_run(load_config(None, given)[0], ignore_progress, lambda message: None)
-    return task_of(run.config)(run.config, run.corpus, 4)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +73,6 @@ def test_kept_activations_change_no_loss_and_no_gradient(
 # Runs
 
 
-def losses_of(run: Path) -> list[float]:
-    return [event["loss"] for event in events_of(run, "step", "eval")]
-
-
-def arrays_in(cache: Path) -> dict[Path, float]:
-    return {path: path.stat().st_mtime for path in cache.glob("activations/*/*.npy")}
-
-
 @pytest.mark.parametrize("task", ["classify", "sft"])
 def test_a_run_of_several_epochs_keeps_activations_and_learns_the_same(home: Path, tmp_path: Path, task: str) -> None:
     architecture = "bert" if task == "classify" else "qwen2"
@@ -137,11 +94,6 @@ def test_a_run_of_one_epoch_keeps_no_activations(home: Path, tmp_path: Path) -> 
     run = made(home, "once", "classify", "bert", once)
     assert arrays_in(tmp_path / "cache") == {}
     assert load_config(run / "config.yaml")[0].model.keep_activations is False
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a model by name, without the prefix of a model with a head."""
-    return {name.removeprefix("bert."): value for name, value in load_file(folder / "model.safetensors").items()}
 
 
 def test_only_the_last_blocks_change(home: Path, capsys: Captured) -> None:

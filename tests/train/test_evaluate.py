@@ -1,5 +1,6 @@
-"""Evaluation uses the whole validation split and changes no state."""
+"""Evaluation uses the whole validation split, changes no state, and may end a run whose loss no longer falls."""
 
+import json
 import math
 import signal
 from pathlib import Path
@@ -14,9 +15,30 @@ from sansgpu.machine.execution import Execution
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.tasks.pretrain.task import Pretrain
 from sansgpu.train.evaluate import evaluate
-from tests.processes import TINY, finish, kill_when, record, settings, start, write_corpus
+from tests.processes import (
+    TINY,
+    Captured,
+    digests,
+    events_of,
+    finish,
+    json_of,
+    kill_when,
+    printed,
+    record,
+    refused,
+    settings,
+    start,
+    write_corpus,
+)
+from tests.tasks.fine_tuned import made
+from tests.tasks.folders import squad
 
 EXECUTION = Execution(3)
+PATIENCE = 4
+# A model that learns a short text by heart.
+OVERFITTED = {
+    "training__max_steps": 200, "training__learning_rate": 0.03, "model__dropout": 0.0, "data__validation_split": 0.3,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +129,118 @@ def test_an_evaluation_on_start_comes_first_and_changes_no_result(tmp_path: Path
     assert weights[0] == weights[1]
     code, shown, _ = finish(["snapshots", "list", str(tmp_path / "with")], tmp_path / "cache")
     assert (code, "step-000004" in shown, "step-000000" in shown) == (0, True, False)
+
+
+def overfitting(folder: Path, run: str, *more: str, **changes: object) -> list[str]:
+    corpus = folder / "short.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus, 12)
+    chosen = {**OVERFITTED, "data__dataset_name": corpus, **changes}
+    return ["train", *settings(**chosen), *more, "--output-dir", str(folder / run)]
+
+
+def trained(folder: Path, run: str, *more: str, **changes: object) -> Path:
+    code, _, error = finish(overfitting(folder, run, *more, **changes), folder / "cache")
+    assert code == 0, error
+    return folder / run
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("early stopping")
+    return trained(folder, "stopped", "--early-stopping-patience", str(PATIENCE))
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events_of(run, "eval")}
+
+
+def best_step(run: Path) -> int:
+    found = losses(run)
+    return min(found, key=lambda step: found[step])
+
+
+def test_a_run_stops_early_with_the_best_model(stopped: Path, capsys: Captured) -> None:
+    end, best, found = events_of(stopped, "end")[0], best_step(stopped), losses(stopped)
+    assert end["reason"] == "early_stopping"
+    assert list(found)[-PATIENCE - 1 :] == list(range(best, end["step"] + 1, 3)), "as many evaluations after the best"
+    assert (end["final_step"], end["snapshot"]) == (best, f"step-{end['step']:06d}")
+    for target, step in (("", best), ("--snapshot=latest", end["step"])):
+        assert json_of(capsys, "eval", stopped, *filter(None, [target]))["loss"] == pytest.approx(found[step], rel=1e-6)
+    exported = stopped.parent / "exported"
+    assert finish(["export", str(stopped), "--snapshot", "best", "--output", str(exported)], stopped.parent)[0] == 0
+    assert (exported / "model.safetensors").read_bytes() == (stopped / "final/model.safetensors").read_bytes()
+    assert f"at step {best:,}:" in (stopped / "final/README.md").read_text()
+    assert f"of step {best:,}, the best snapshot" in (stopped / "report.html").read_text()
+
+
+def test_a_run_that_is_killed_before_it_stops_early_is_the_same(stopped: Path) -> None:
+    folder, patience = stopped.parent, ("--early-stopping-patience", str(PATIENCE))
+    run = folder / "killed"
+    process = start(overfitting(folder, run.name, *patience), folder / "cache")
+    metrics = run / "metrics.jsonl"
+
+    def between_evaluations_after_the_best() -> bool:
+        return (
+            metrics.exists()
+            and sum('"eval"' in line for line in metrics.read_text().splitlines()) > len(losses(stopped)) - PATIENCE + 1
+        )
+
+    assert kill_when(process, between_evaluations_after_the_best) == -9
+    trained(folder, run.name, *patience, "--resume")
+    last = events_of(stopped, "end")[0]["snapshot"]
+    names = {name for name in digests(stopped) if name.startswith(("final", f"snapshots/{last}"))}
+    assert {name: digests(run)[name] for name in names} == {name: digests(stopped)[name] for name in names}
+    assert record(run) == record(stopped)
+
+
+def test_a_stopped_run_continues_with_more_patience(stopped: Path) -> None:
+    folder = stopped.parent
+    whole = trained(folder, "patient", "--early-stopping-patience", str(PATIENCE + 2))
+    run = trained(folder, "continued", "--early-stopping-patience", str(PATIENCE))
+    trained(folder, run.name, "--early-stopping-patience", str(PATIENCE + 2), "--resume")
+    assert record(run)[1:] == record(whole)[1:]
+    assert digests(run)["final/model.safetensors"] == digests(whole)["final/model.safetensors"]
+
+
+def test_the_best_model_is_loaded_at_the_end_if_asked_for(stopped: Path) -> None:
+    folder, steps = stopped.parent, events_of(stopped, "end")[0]["step"]
+    for name, more in (("best", ["--load_best_model_at_end", "True"]), ("last", [])):
+        run = trained(folder, name, *more, training__max_steps=steps, training__lr_scheduler="constant")
+        end = events_of(run, "end")[0]
+        assert (end["reason"], end["step"]) == ("done", steps)
+        assert end["final_step"] == (best_step(run) if more else steps)
+        assert best_step(run) < steps
+    weights = [digests(folder / name)["final/model.safetensors"] for name in ("best", "last")]
+    assert weights[0] != weights[1]
+
+
+def test_a_damaged_best_snapshot_is_reported_and_the_last_model_is_kept(stopped: Path) -> None:
+    folder, patience = stopped.parent, ("--early-stopping-patience", str(PATIENCE))
+    run = trained(folder, "damaged", *patience)
+    (run / f"snapshots/step-{best_step(run):06d}/model.safetensors").write_bytes(b"torn")
+    trained(folder, run.name, *patience, "--resume")
+    end = events_of(run, "end")[0]
+    assert (end["reason"], end["final_step"]) == ("early_stopping", end["step"])
+    assert [event for event in events_of(run, "warning") if "that of the last step" in event["message"]]
+
+
+@pytest.mark.parametrize("flags", [("--early-stopping-patience", "3"), ("--load-best-model-at-end",)])
+def test_stopping_early_needs_evaluations(tmp_path: Path, flags: tuple[str, ...], capsys: Captured) -> None:
+    key = flags[0].removeprefix("--").replace("-", "_")
+    message = refused(capsys, *overfitting(tmp_path, "run", *flags, training__eval_steps=0))
+    assert f"{key} compares evaluations during the run, but eval_steps is 0; set eval_steps" in message
+
+
+def test_written_answers_are_those_of_the_best_model(tmp_path: Path, capsys: Captured) -> None:
+    questions = squad(tmp_path / "squad.json")
+    unsteady = {
+        "data__validation_name": questions, "training__learning_rate": 0.05, "training__warmup_steps": 0,
+        "training__lr_scheduler": "constant", "training__eval_steps": 1,
+    }  # fmt: skip
+    run = made(tmp_path, "run", "qa", training__load_best_model_at_end="true", **unsteady)
+    assert events_of(run, "end")[0]["final_step"] == best_step(run) < 4, "otherwise the test proves nothing"
+    written = json.loads((run / "predictions.json").read_text())
+    for snapshot, is_same in (("final", True), ("latest", False)):
+        lines = printed(capsys, "predict", run, "--data", questions, "--snapshot", snapshot).splitlines()
+        assert ([json.loads(line)["answer"] for line in lines] == list(written.values())) is is_same

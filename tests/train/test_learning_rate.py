@@ -60,6 +60,32 @@ def test_a_run_that_chooses_its_optimizer_shows_and_records_its_rate(
     assert record(Path("run"))[0]["learning_rate"] == expected
 
 
+@pytest.mark.parametrize(
+    ("task", "adapter", "expected"),
+    [
+        ("classify", "none", {128: 1.5e-4, 384: 1e-4, 768: 5e-5, 1024: 5e-5}),
+        ("classify", "lora", {128: 2.5e-3, 384: 1.8e-3, 768: 1.1e-3}),
+        ("qa", "lora", {384: 1.8e-3}),
+        ("embed", "none", {384: 4e-5}),
+    ],
+)
+def test_the_default_of_fine_tuning_follows_the_width_of_the_model(
+    task: str, adapter: str, expected: dict[int, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {}
+    for width in expected:
+        sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        config = {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 100, **sizes}
+        folder = tmp_path / f"width-{width}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        own = {"task": task, "model.name_or_path": folder, "model.adapter": adapter, "training.max_steps": 1}
+        changes = [part for key, value in own.items() for part in ("--set", f"{key}={value}")]
+        assert cli(["plan", *changes, "--set", "data.dataset_name=missing.jsonl", "--json"]) == 0
+        rates[width] = json.loads(capsys.readouterr().out)["learning_rate"]
+    assert rates == expected
+
+
 def test_a_written_configuration_leaves_the_rate_to_a_run_that_chooses_its_optimizer() -> None:
     assert "learning_rate" not in acting_values(Config())["training"]
     for training in ({"learning_rate": 0.004}, {"optimizer": "adamw"}):

@@ -1,5 +1,6 @@
 """The number of steps follows from the time budget."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -8,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.wording import counted
 from sansgpu.planning.forecast import Forecast
 from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_length import Budget, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
-from tests.processes import train, write_corpus
+from sansgpu.views.record import RunRecord
+from tests.processes import Captured, events_of, json_of, printed, settings, train, write_corpus
+from tests.tasks.fine_tuned import made
+from tests.tasks.fine_tuned import settings as fine_tuning
+from tests.tasks.folders import chat_rows, labeled_rows, model_folder, prompt_rows
 
 NOW = datetime(2026, 3, 1, 22, 30)
 
@@ -143,7 +149,7 @@ def test_a_forecast_counts_what_falls_due(every: int, first: int, more: int, sav
 def test_a_run_whose_preparation_took_all_its_time_is_not_said_to_end_early() -> None:
     budget = Budget(TrainingConfig(max_hours=0.01), lambda: 100.0, 0.0, 0, 0)
     assert budget.steps_left(1) == 0
-    assert budget.idle_ratio(1000) == 0
+    assert budget.idle_ratio(1, 1000) == 0
 
 
 def test_the_time_to_save_is_recorded_once_per_snapshot(
@@ -153,3 +159,82 @@ def test_the_time_to_save_is_recorded_once_per_snapshot(
     monkeypatch.setattr(Budget, "record_save", lambda budget, seconds: saves.append(seconds))
     assert train(home, tmp_path / "run", training__max_steps=4, training__save_steps=2, training__eval_steps=0) == 0
     assert len(saves) == 1, "the last snapshot is part of an evaluation"
+
+
+def test_a_deadline_lets_a_fine_tuning_read_its_data_as_often_as_usual(tmp_path: Path, capsys: Captured) -> None:
+    chat_rows(tmp_path / "chat.jsonl")
+    hours = {"training__max_steps": "null", "training__max_hours": 1, "training__eval_steps": 0}
+    run = made(tmp_path, "deadline", **hours)
+    start, end = events_of(run, "start", "end")
+    assert start["total_steps"] == start["expected_steps"] == end["step"]
+    assert (start["total_epochs"], end["reason"]) == (3, "done")
+    shown = capsys.readouterr()
+    assert "\n3 epochs, which probably end before the time limit\n" in shown.out
+    assert "long before its time limit" not in shown.out + shown.err
+    rates = [event["lr"] for event in events_of(run, "step")]
+    assert rates[-1] < 0.2 * max(rates), "the schedule must fit the epochs"
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "epochs"),
+    [
+        ("sft", {}, 3),
+        ("sft", {"training__num_epochs": 5}, 5),
+        ("sft", {"training__max_steps": 44}, 4),
+        ("classify", {}, 3),
+        ("classify", {"training__few_shot": "true"}, 20),
+        ("classify", {"training__few_shot": "true", "training__num_epochs": "null"}, 3),
+    ],
+)
+def test_a_plan_says_how_often_a_fine_tuning_reads_its_data(
+    tmp_path: Path, task: str, changes: dict[str, object], epochs: int, capsys: Captured
+) -> None:
+    rows = chat_rows(tmp_path / "rows.jsonl") if task == "sft" else labeled_rows(tmp_path / "rows.jsonl")
+    base = model_folder("qwen2" if task == "sft" else "bert")
+    limits = {"training__max_hours": 1000, "training__max_steps": "null", "data__dataset_name": rows}
+    chosen = {"model__name_or_path": base, "training__batch_size": 1, "training__gradient_accumulation_steps": 2}
+    plan = json_of(capsys, "plan", *fine_tuning(tmp_path, task, **{**limits, **chosen, **changes}))
+    assert plan["total_steps"] == plan["limit_steps"]
+    assert plan["epochs"] == pytest.approx(epochs, rel=0.1)
+
+
+def test_reinforcement_learning_uses_all_of_the_time(tmp_path: Path, capsys: Captured) -> None:
+    """Its answers are new in every epoch."""
+    limits = {
+        "training__max_hours": 1, "training__max_steps": "null",
+        "data__dataset_name": prompt_rows(tmp_path / "rows.jsonl"),
+        "model__name_or_path": model_folder("qwen2"), "training__gradient_accumulation_steps": 8,
+        "training__batch_size": 1, "training__grpo__group_size": 4, "training__grpo__max_completion_length": 8,
+    }  # fmt: skip
+    plan = json_of(capsys, "plan", *fine_tuning(tmp_path, "grpo", **limits))
+    assert plan["limit_steps"] is None
+    assert plan["epochs"] > 10
+
+
+def test_the_smaller_of_all_steps_and_those_that_the_time_allows_is_announced(
+    home: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    limits = {"training__num_epochs": 1_000_000, "training__max_hours": 0.003, "training__eval_steps": 0}
+    assert train(home, tmp_path / "run", **limits, training__logging_steps=1_000_000) == 0
+    out = capsys.readouterr().out
+    start, end = events_of(tmp_path / "run", "start", "end")
+    assert start["expected_steps"] < start["total_steps"]
+    said = f"about {start['expected_steps']:,} of {start['total_steps']:,} steps, as many as the time allows, of "
+    assert said in out
+    assert "epochs, which" not in out
+    assert end["reason"] == "out_of_time"
+    record = RunRecord.open(tmp_path / "run")
+    assert replace(record, events=[start]).total_steps == start["expected_steps"]
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", **limits)
+    plan = json_of(capsys, "plan", *chosen)
+    assert plan["total_steps"] < plan["limit_steps"] == start["total_steps"]
+    table = " ".join(printed(capsys, "plan", *chosen).split())
+    assert f"of {plan['limit_steps']:,} steps, as many as the time allows, " in table
+
+
+def test_the_steps_that_only_the_time_limits_are_announced(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert train(home, tmp_path / "run", training__max_hours=0.003, training__max_steps="null") == 0
+    start = events_of(tmp_path / "run", "start")[0]
+    assert (start["total_steps"], start["total_epochs"]) == (None, None)
+    assert start["expected_steps"] >= 1
+    assert f"about {counted(start['expected_steps'], 'step')} for 11 s of " in capsys.readouterr().out

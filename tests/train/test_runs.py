@@ -29,7 +29,7 @@ STEP_KEYS = {
     "gemm_flops_per_second", "threads",
 }  # fmt: skip
 EVAL_KEYS = {"event", "step", "epoch", "loss", "perplexity", "bits_per_byte", "seconds"}
-END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot"}
+END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot", "final_step"}
 
 
 def train(home: Path, run: Path, *more: str, **changes: object) -> list[dict[str, Any]]:

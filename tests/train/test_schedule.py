@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.data.pack import piece_length
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.schedule import learning_rate, repetition_problem, total_steps
 
 
@@ -20,6 +21,18 @@ def rates(total: int, **settings: object) -> list[float]:
 @pytest.mark.parametrize("scheduler", ["cosine", "linear", "polynomial", "constant", "wsd"])
 def test_warm_up_rises_by_equal_steps_to_the_peak(scheduler: str) -> None:
     assert rates(40, lr_scheduler=scheduler)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_the_warm_up_may_be_a_fraction_of_the_steps() -> None:
+    for total in (40, 1000):
+        curve = rates(total, warmup_ratio=0.1, lr_scheduler="constant", max_hours=1)
+        assert curve == [min(1.0, (step + 1) / (total // 10 + 1)) for step in range(total)]
+
+
+def test_two_ways_to_set_the_warm_up_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"warmup_steps and training\.warmup_ratio both set the warmup; remove one"):
+        load_config(None, ["training.warmup_steps=7", "training.warmup_ratio=0.1"])
+    assert load_config(None, ["training.warmup_ratio=0.1"])[0].training.warmup_ratio == 0.1
 
 
 @pytest.mark.parametrize("scheduler", ["cosine", "linear", "polynomial", "wsd"])

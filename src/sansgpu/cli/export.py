@@ -51,7 +51,7 @@ class _ExportOptions:
             "--quantization",
         ),
     ] = None
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     output: Annotated[
         Path | None,
         path_option(

@@ -161,7 +161,8 @@ GenerationPrecisionOption = Annotated[Any, precision_option("bf16 if this machin
 SnapshotOption = Annotated[
     str,
     option(
-        "Snapshot (checkpoint) to load: latest, best, a step, or a name from `sansgpu snapshots list`.",
+        "Snapshot (checkpoint) to load: final (whose model is in final/), latest, best, a step, or a name from "
+        "`sansgpu snapshots list`.",
         autocompletion=snapshot_names,
     ),
 ]

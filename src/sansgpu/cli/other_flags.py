@@ -19,6 +19,7 @@ _VALUES = {
     ("--learning-rate", "--lr"): "training.learning_rate",
     ("--lr-scheduler-type",): "training.lr_scheduler",
     ("--warmup-steps",): "training.warmup_steps",
+    ("--warmup-ratio",): "training.warmup_ratio",
     ("--weight-decay",): "training.weight_decay",
     ("--max-grad-norm",): "training.max_grad_norm",
     ("--num-train-epochs",): "training.num_epochs",
@@ -29,6 +30,7 @@ _VALUES = {
     ("--save-total-limit",): "training.keep_last",
     ("--ddp-backend",): "training.distributed_backend",
     ("--eval-steps",): "training.eval_steps",
+    ("--early-stopping-patience",): "training.early_stopping_patience",
     ("--model-name-or-path",): "model.name_or_path",
     ("--dataset-name", "--train-file"): "data.dataset_name",
     ("--validation-file",): "data.validation_name",
@@ -40,6 +42,7 @@ _OWN_NAMES = {_PER_DEVICE: "training.batch_size"}
 # The settings of a flag that is alone or followed by True, and of one followed by False.
 _SWITCHES = {
     ("--bf16",): ("training.precision=bf16", "training.precision=fp32"),
+    ("--load-best-model-at-end",): ("training.load_best_model_at_end=true", "training.load_best_model_at_end=false"),
     ("--use-cpu", "--no-cuda"): ("training.force_cpu=true", "training.force_cpu=false"),
     ("--version-2-with-negative",): ("data.null_answers=true", "data.null_answers=false"),
 }

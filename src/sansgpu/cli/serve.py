@@ -61,7 +61,7 @@ class _ServeOptions:
         ),
     ] = None
     precision: GenerationPrecisionOption = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
 

@@ -75,7 +75,7 @@ class _GenerateOptions:
     top_p: TopPOption = 1.0
     seed: SeedOption = 0
     precision: GenerationPrecisionOption = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
     as_json: JsonOption = False
@@ -157,7 +157,7 @@ class _ChatOptions:
     top_p: TopPOption = 0.9
     seed: SeedOption = 0
     precision: GenerationPrecisionOption = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
 
@@ -235,7 +235,7 @@ class _EmbedOptions:
             "the mean cosine similarity of the vectors is at least 0.995."
         ),
     ] = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
 
 
@@ -273,7 +273,7 @@ class _SearchOptions:
         ),
     ] = None
     precision: Annotated[Any, precision_option(f"{_ENCODER_PRECISION} Each precision has its own index.")] = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
     as_json: JsonOption = False
 

@@ -354,7 +354,7 @@ class _DistillOptions:
         str | None, option("Column with the text. Default: `text`, `content` or the only column.")
     ] = None
     precision: Annotated[Any, precision_option("bf16, if that is faster on this machine.")] = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
     as_json: JsonOption = False
 

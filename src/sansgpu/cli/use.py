@@ -53,7 +53,7 @@ class _EvaluateOptions:
         str | None, option("Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split.")
     ] = None
     precision: PrecisionOption = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     window: Annotated[int | None, option("With --data: context length in tokens.", min=2)] = None
     link_prediction: Annotated[
         bool,
@@ -175,7 +175,7 @@ class _PredictOptions:
         None
     )
     precision: PrecisionOption = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
     as_json: JsonOption = False
@@ -264,7 +264,7 @@ class _ExtractOptions:
     top: Annotated[int, option("Maximum number of tails per head and relation.", _QUERY, min=1)] = 1
     output: Annotated[Path | None, path_option("JSON lines file to write. Default: stdout.", "FILE")] = None
     precision: PrecisionOption = "auto"
-    snapshot: SnapshotOption = "latest"
+    snapshot: SnapshotOption = "final"
     objective: ObjectiveOption = None
     as_json: Annotated[bool, flag("With --output: print counts and scores as one JSON object.", OUTPUT, "--json")] = (
         False

@@ -13,13 +13,14 @@ from pydantic import ValidationError
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.find import built_in, configuration_file, use_files_beside
+from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import note_of, own_name, require_batch_size, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
 from sansgpu.config.schema import Config
 from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
-from sansgpu.config.training import default_learning_rate, unused_settings
+from sansgpu.config.training import unused_settings
 from sansgpu.config.wording import shown, truncate
 
 MAPPINGS = frozenset(key for key, field in all_keys(Config) if get_origin(field.annotation) is dict)  # no sections

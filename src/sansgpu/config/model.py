@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.section import CHANGEABLE, INPUT_PATH, Section
+from sansgpu.config.section import AUTO, CHANGEABLE, INPUT_PATH, Auto, Section
 from sansgpu.config.wording import counted
 
 BlockCount = Annotated[int, Field(ge=1, strict=True)]
@@ -84,16 +84,25 @@ class ModelConfig(Section):
         "for peft. Default: true, or false if the base is quantized",
         json_schema_extra=CHANGEABLE,
     )
-    trained_layers: BlockCount | BlockShare | None = Field(
+    trained_layers: BlockCount | BlockShare | Auto | None = Field(
         None,
         description="train only the last blocks, by number or as a share of all (0.5: the upper half), and what runs "
-        "after them; with an adapter, only they get adapter matrices. Frozen blocks run without dropout. Default: all "
-        "blocks and the embeddings",
+        "after them; with an adapter, only they get adapter matrices. Frozen blocks run without dropout. auto: in a "
+        "run of at least 3 epochs, the upper half after freeze_after (by default 1); otherwise all layers. "
+        "Default: all blocks and the embeddings",
     )
-    keep_activations: bool | None = Field(
+    freeze_after: float | None = Field(
+        None,
+        ge=0,
+        le=1e9,
+        description="with trained_layers: train all layers for this many epochs, and only then the last blocks alone. "
+        "Default: 0",
+    )
+    keep_activations: bool | Literal["int8"] | None = Field(
         None,
         description="with trained_layers: compute what enters the first trained block once per example, and read it "
-        "from the disk in every epoch. Default: true if the run reads its data more than once",
+        "from the disk in every epoch; int8: store it in 8 bits per value, which takes less disk and changes losses "
+        "slightly. Default: true if the run reads its data more than once",
         json_schema_extra=CHANGEABLE,
     )
 
@@ -114,10 +123,19 @@ class ModelConfig(Section):
         yield from self._unused_adapter_keys()
         if self.keep_activations and self.trained_layers is None:
             yield "keep_activations has no effect without trained_layers; set trained_layers, or remove it"
+        if self.freeze_after and self.trained_layers is None:
+            yield "freeze_after has no effect without trained_layers; set trained_layers, or remove it"
+
+    @property
+    def freezes_at_start(self) -> bool:
+        """Whether only the last layers are trained from the first step on."""
+        return self.trained_layers not in (None, AUTO) and not self.freeze_after
 
     def trained_blocks(self, blocks: int) -> int:
         """Returns how many of a model's `blocks` are trained. Raises ConfigError if it has fewer than configured."""
-        wanted = blocks if self.trained_layers is None else self.trained_layers
+        wanted = self.trained_layers
+        if wanted is None or isinstance(wanted, str):
+            return blocks
         if isinstance(wanted, float):
             return max(1, round(wanted * blocks))
         if wanted > blocks:

@@ -78,7 +78,6 @@ COUNTERPARTS = {
     "val_size": "data.validation_split",
     "validation_split_percentage": "data.validation_split",
     "wandb_project": "training.report_to=wandb",
-    "warmup_ratio": "training.warmup_steps",
 }
 _PACKED = "rows are packed without padding; remove it"
 _NOT_NEEDED = "not needed; remove it"
@@ -116,14 +115,13 @@ _TEXTS = {
     "jit_mode_eval": "the kernels are already compiled; remove it",
     "kv_latent_dim": _NO_LATENT,
     "load_balance_alpha": _NO_EXPERTS,
-    "load_best_model_at_end": "commands that load a run take the best snapshot with `--snapshot best`; remove it",
     "local_rank": _PROCESSES,
     "logging_first_step": _NOT_NEEDED,
     "low_cpu_mem_usage": _NOT_NEEDED,
     "max_prompt_length": "data.max_length limits the prompt and the answer together",
     "max_samples": "use a shorter file, or max_steps for a shorter run",
     "max_train_samples": "use a shorter file, or max_steps for a shorter run",
-    "metric_for_best_model": "the snapshot with the lowest validation loss is kept as the best; remove it",
+    "metric_for_best_model": "the best snapshot is the one with the lowest validation loss; remove it",
     "name": "the run is named by its folder, --output-dir; remove it",
     "neftune_noise_alpha": "noise on embeddings is not supported; remove it",
     "num_experts": _NO_EXPERTS,

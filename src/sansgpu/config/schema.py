@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.data import DataConfig
+from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
 from sansgpu.config.section import (
@@ -28,7 +29,7 @@ from sansgpu.config.section import (
     all_sections,
 )
 from sansgpu.config.tasks import CODE_NAME, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
-from sansgpu.config.training import ONE_DEVICE, Device, TrainingConfig, default_learning_rate
+from sansgpu.config.training import ONE_DEVICE, Device, TrainingConfig
 from sansgpu.config.wording import truncate
 
 CLASS_NAME = rf"^{CODE_NAME}$"
@@ -119,9 +120,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        found = [*self._unused_keys(), *self.settings.problems(self)]
+        found = [*self._unused_keys(), *self._freezing_problems(), *self.settings.problems(self)]
         if is_outside(self.task) and self.objective not in (None, self.task):
             found.append(f"objective has no effect, because task {self.task} is already your own class; remove it")
+        usual = self.settings.default("training", "warmup_steps", TrainingConfig.model_fields["warmup_steps"].default)
+        if self.training.warmup_ratio is not None and self.training.warmup_steps != usual:
+            found.append("training.warmup_steps and training.warmup_ratio both set the warmup; remove one of the two")
         if found:
             raise ValueError("; ".join(found))
         return self
@@ -134,6 +138,19 @@ class Config(Section):
                 known = joined_names(self.tasks.with_key(key), here)
                 remedy = "remove it" if "task" in self.model_fields_set else "set task, or remove it"
                 yield f"{key} is for task {known}, and has no effect in {here.display_name}; {remedy}"
+
+    def _freezing_problems(self) -> Iterator[str]:
+        """Yields a clause if the run would end before any layer stops learning."""
+        after, epochs = self.model.freeze_after, self.training.num_epochs
+        if after and epochs is not None and after >= epochs:
+            yield (
+                f"model.freeze_after is {after:g}, but training.num_epochs is {epochs:g}, so that no layer would stop "
+                "learning; lower freeze_after, or remove it and trained_layers"
+            )
+
+    def after_freezing(self) -> Self:
+        """Returns the configuration of the steps after `model.freeze_after`, in which only the last layers learn."""
+        return self.with_values("model", freeze_after=None)
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
         """Yields a clause for every one of `keys` that is set although it has no effect."""

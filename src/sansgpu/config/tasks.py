@@ -99,7 +99,7 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
-    "trained layers": "model.trained_layers",
+    "trained layers": "model.trained_layers model.freeze_after",
     "kept activations": "model.keep_activations",
     "chat template": """
         data.chat_template data.template_variables data.parse_special_tokens data.system_column data.tools_column
@@ -168,6 +168,7 @@ class TaskSettings:
     variants: tuple[Variant, ...] = ()
     defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
     adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # further defaults if model.adapter is set
+    scales_rate: bool = False  # the default learning rate depends on the model's width (`rate_for_width`)
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
     rows: str = "texts"  # the forms of its rows: a key of data.forms.registry.FORMS
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`

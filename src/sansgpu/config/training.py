@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.learning_rate import MUON
 from sansgpu.config.parse import normal_time
 from sansgpu.config.section import AUTO, CHANGES_LOSS, FIXED, Auto, Section, unsearchable
 
@@ -22,25 +23,6 @@ ONE_DEVICE = unsearchable("all trials use the same task and device")
 FIXED_LENGTH = unsearchable("all trials must have the same length")  # only num_epochs may be searched
 SET_BY_SEARCH = unsearchable("the search sets it for every trial")
 NOT_LEARNED = unsearchable("it does not affect what the model learns")
-
-# Peak rates of the optimizers at this width. Measured at widths from 64 to 512, see docs/lab-notes.md; that of AdamW is
-# 6e-4 at GPT-3's smallest width, 768, as published (arXiv 2005.14165, table 2.1).
-WIDTH, MUON, ADAMW = 256, 0.004, 0.001
-SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its steps with clipped gradients are smaller
-
-
-def default_learning_rate(optimizer: str, width: float, own: float | None = None) -> float:
-    """Returns the default peak learning rate for `training.optimizer` and `model.d_model`.
-
-    `own` is the default of a fine-tuning task, for AdamW. Muon's rate scales with the width like AdamW's, but only
-    above a width of 256, because higher rates do not help below. Until the optimizer `auto` is resolved, the rate is
-    Muon's.
-    """
-    scale = (WIDTH / width) ** 0.5
-    adamw = ADAMW * scale if own is None else own
-    rates = {"adamw": adamw, "adam": adamw, "sgd": SGD_RATIO * adamw}
-    return float(f"{rates.get(optimizer, MUON * min(1.0, scale) if own is None else own):.2g}")
-
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16", "int16", "int8"]
@@ -102,8 +84,8 @@ class TrainingConfig(Section):
         MUON,
         gt=0,
         description="peak learning rate. Default in training from scratch: muon: 0.004 * min(1, sqrt(256 / d_model)); "
-        "adamw, adam: 0.001 * sqrt(256 / d_model); sgd: 100 times that of adamw. Default in fine-tuning: 1e-6 to "
-        "2e-4, depending on task and adapter; sgd: 100 times that",
+        "adamw, adam: 0.001 * sqrt(256 / d_model); sgd: 100 times that of adamw. Default in fine-tuning: "
+        "depends on the task and, except in preference and grpo, on the width of the model; sgd: 100 times that",
     )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final to the peak learning rate")
     weight_decay: float = Field(
@@ -129,7 +111,8 @@ class TrainingConfig(Section):
         None,
         gt=0,
         le=MAX_NUM_EPOCHS,
-        description="maximum passes over the training split. Default: 1 if no other limit is set",
+        description="maximum passes over the training split. Default: 1 if no other limit is set; in fine-tuning with "
+        "only a time limit, the usual number of the task (3, static embeddings 10)",
     )
     max_steps: int | None = Field(
         None,
@@ -163,6 +146,12 @@ class TrainingConfig(Section):
     )
     lr_power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     warmup_steps: int = Field(10, ge=0, description="steps of linear learning rate warmup")
+    warmup_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="fraction of the steps with linear learning rate warmup, instead of `warmup_steps`",
+    )
     optimizer: Literal["auto", "muon", "adamw", "adam", "sgd"] = Field(
         "auto",
         description="muon: Muon for the hidden matrices, AdamW for all other weights; auto: muon if it takes less "
@@ -226,6 +215,18 @@ class TrainingConfig(Section):
     eval_on_start: bool = Field(False, description="also evaluate before the first step, as a baseline")
     eval_batches: int | None = Field(
         None, ge=1, description="maximum number of batches per evaluation. Default: all", json_schema_extra=CHANGES_LOSS
+    )
+    early_stopping_patience: int | None = Field(
+        None,
+        ge=1,
+        description="end the run when this many evaluations in a row have not lowered the validation loss; the final "
+        "model is then that of the best snapshot. Default: never",
+        json_schema_extra=SET_BY_SEARCH,
+    )
+    load_best_model_at_end: bool = Field(
+        False,
+        description="the final model is that of the snapshot with the lowest validation loss, not of the last step",
+        json_schema_extra=SET_BY_SEARCH,
     )
     logging_steps: int = Field(10, ge=1, description="steps between logged step events")
     keep_last: int = Field(
@@ -348,6 +349,9 @@ class TrainingConfig(Section):
             raise ValueError(f"{local} needs all weights in every process; set sharding to none, or sync_every to 1")
         if narrow and self.optimizer != "adamw":
             raise ValueError(f"{narrow} {getattr(self, narrow)} is only supported by AdamW; set optimizer to adamw")
+        for key in ("early_stopping_patience", "load_best_model_at_end"):
+            if getattr(self, key) and not self.eval_steps:
+                raise ValueError(f"{key} compares evaluations during the run, but eval_steps is 0; set eval_steps")
         if not (self.max_steps or self.max_tokens or self.time_limited or self.num_epochs):
             self.__dict__["num_epochs"] = 1  # so that `range(config.num_epochs)` works
         return self

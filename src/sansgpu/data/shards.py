@@ -306,13 +306,18 @@ def cache_key(*parts: object) -> str:
     return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:32]
 
 
+def lock_of(folder: Path) -> Path:
+    """Returns the file that is locked while a cached folder is built."""
+    return folder.with_name(folder.name + ".lock")
+
+
 def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     """Returns `folder`, calling `build` first if it is missing. One process builds it while others wait."""
     if folder.is_dir():
         return folder
     try:
         make_folder(folder.parent, PRIVATE_MODE)
-        with FileLock(folder.with_name(folder.name + ".lock")):
+        with FileLock(lock_of(folder)):
             if not folder.is_dir():
                 with atomic_folder(folder) as partial:
                     build(partial)

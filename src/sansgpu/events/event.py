@@ -16,7 +16,7 @@ Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 # Fields that differ between two otherwise identical runs.
 MEASURED_KEYS = (
     "time", "tokens_per_second", "step_seconds", "it/s", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
-    "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
+    "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system", "expected_steps",
 )  # fmt: skip
 # Fields of an eval event that are not metrics.
 EVALUATION_KEYS = ("event", "step", "epoch", "seconds", "sample", "time")

@@ -71,7 +71,7 @@ class Callback:
         """`event["path"]` is the name of a snapshot that was completely written."""
 
     def on_end(self, event: Event, run: Controls) -> None:
-        """`event["reason"]` is done, interrupted or out_of_time."""
+        """`event["reason"]` is done, interrupted, out_of_time or early_stopping."""
 
 
 class CallbackSink:

@@ -50,6 +50,8 @@ class _StartEvent(_Event):
     window: Count | None = None
     tokens_per_step: Count | None = None
     total_steps: Count | None = None
+    total_epochs: Amount | None = None
+    expected_steps: Count | None = None
     max_hours: Amount | None = None
     until: str | None = None
     train_tokens: Count | None = None
@@ -114,6 +116,7 @@ class _EndEvent(_Event):
     step: Count
     reason: str
     snapshot: str | None = None
+    final_step: Count | None = None
 
 
 _EVENTS: dict[str, type[_Event]] = {

@@ -119,7 +119,7 @@ class MLflow:
 
     def emit(self, event: Event) -> None:
         if event["event"] == "end":
-            self._status = "FINISHED" if event["reason"] == "done" else "KILLED"
+            self._status = "FINISHED" if event["reason"] in ("done", "early_stopping") else "KILLED"
         values = scalars(event)
         if values and event["step"] > self._logged.get(event["event"], -1):
             now = time.time_ns() // 1_000_000

@@ -37,7 +37,7 @@ from sansgpu.tasks.static.distill import static_folder
 from sansgpu.tasks.static.model import write_static_folder
 from sansgpu.tasks.static.task import StaticEmbeddings
 from sansgpu.tasks.task import TrainedModel
-from sansgpu.train.loading import ModelRequest, class_of_run, open_model
+from sansgpu.train.loading import FINAL, ModelRequest, class_of_run, open_model
 from sansgpu.train.run_folders import open_run, require_run
 
 if TYPE_CHECKING:  # gguf is optional
@@ -327,7 +327,7 @@ def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None
         )
     if output is None:
         raise ConfigError(f"{target} is not a run; set --output to the folder to write.")
-    if model.snapshot != "latest" or model.objective is not None:
+    if model.snapshot != FINAL or model.objective is not None:
         raise ConfigError(f"{target} is not a run; remove --snapshot and --objective.")
 
 

@@ -55,7 +55,7 @@ def write_run_report(paths: RunPaths, warn: Warn) -> None:
     with errors_as_warnings(f"the report of {paths.root}", warn):
         record = RunRecord.read(paths)
         if record.end_reason != "interrupted":
-            write_model_card(paths.root, paths.final, None, warn)
+            write_model_card(paths.root, paths.final, record.final_step, warn)
         require_file(paths.report, HTML_SIGNATURE)
         write_text(paths.report, run_report([record], [False]))
 

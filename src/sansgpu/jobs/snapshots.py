@@ -49,7 +49,7 @@ def _row(snapshot: Snapshot, folder: Path, metric: Metric) -> dict[str, Any]:
 
 
 def show_snapshot(run: Path, name: str, warn: Warn) -> dict[str, Any]:
-    snapshot = require_snapshot(run, open_run(run)[1], name, warn)
+    snapshot = require_snapshot(run, *open_run(run), name, warn)
     known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
     return {**known, **snapshot.manifest(), **snapshot.state()}
 
@@ -87,8 +87,8 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Warn) -> Path:
 
     Also copies the best snapshot up to that step.
     """
-    _, paths = open_run(run)
-    snapshot = require_snapshot(run, paths, name, warn)
+    config, paths = open_run(run)
+    snapshot = require_snapshot(run, config, paths, name, warn)
     if OutputFolder(output, "run").require().is_own:
         raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
     file = recorded_file(run, str(snapshot.folder))

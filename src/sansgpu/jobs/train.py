@@ -14,6 +14,7 @@ from typing import Any
 from sansgpu.config import ConfigError, Override, RunPaths, SansGPUError, change_config, flatten, save_config
 from sansgpu.config.errors import is_installed
 from sansgpu.config.schema import Config
+from sansgpu.config.section import AUTO
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
@@ -34,13 +35,12 @@ from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
-from sansgpu.tasks.capabilities import KeepsActivations
 from sansgpu.tasks.configuration import load_config, recorded_values
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
 from sansgpu.train.branches import switch_to
 from sansgpu.train.loop import Trainer, TrainingResult
-from sansgpu.train.run import TrainingRun
+from sansgpu.train.run import TrainingRun, keep_activations
 from sansgpu.train.run_folders import (
     choose_output,
     claim_run,
@@ -111,17 +111,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
             output.warn(note)
         _require_same(config, group)
-        if training.adapt_threads and group.size > 1:
-            raise ConfigError("training.adapt_threads works only with a single process; set it to false.")
-        if training.sync_every > 1 and config.settings.generates:
-            raise ConfigError(
-                f"training.sync_every is {training.sync_every}, but task {config.task} supports only 1; set it to 1."
-            )
-        if training.sync_every > 1 and group.size == 1:
-            raise ConfigError(
-                f"training.sync_every is {training.sync_every}, but there is only one process; set it to 1, or start "
-                "several, e.g. with --processes 2."
-            )
+        _require_processes(config, group.size)
         target = _find_target(request, config, group, output.warn_unrecorded, until_end)
         config = change_config(config, target.open_settings)
         require_boards(training.report_to, output.warn)
@@ -161,6 +151,28 @@ def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
         yield (
             f"PYTHONHASHSEED is not set, so results may differ between runs if {config.outside_class} iterates over "
             "sets of strings; set PYTHONHASHSEED=0 before Python starts."
+        )
+
+
+def _require_processes(config: Config, world_size: int) -> None:
+    """Raises ConfigError if the configuration is not possible with this number of processes."""
+    training = config.training
+    if training.adapt_threads and world_size > 1:
+        raise ConfigError("training.adapt_threads works only with a single process; set it to false.")
+    if training.sync_every > 1 and config.settings.generates:
+        raise ConfigError(
+            f"training.sync_every is {training.sync_every}, but task {config.task} supports only 1; set it to 1."
+        )
+    if training.sync_every > 1 and world_size == 1:
+        raise ConfigError(
+            f"training.sync_every is {training.sync_every}, but there is only one process; set it to 1, or start "
+            "several, e.g. with --processes 2."
+        )
+    later = config.model.freeze_after or config.model.trained_layers == AUTO
+    if later and training.sharding == "full" and world_size > 1:
+        raise ConfigError(
+            "training.sharding is full, but layers cannot stop learning during such a run; set it to optimizer, or "
+            "remove model.freeze_after and set model.trained_layers to a number or a share such as 0.5."
         )
 
 
@@ -225,10 +237,10 @@ def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
         found.append(f"training.learning_rate={before['learning_rate']}")
     if before.get("optimizer") is not None and config.training.optimizer == "auto":
         found.append(f"training.optimizer={before['optimizer']}")
-    kept = (recorded.get("model") or {}).get("keep_activations")
-    if kept is not None and config.model.keep_activations is None and config.model.trained_layers is not None:
-        found.append(f"model.keep_activations={str(kept).lower()}")
-    return found
+    model, layers = recorded.get("model") or {}, config.model.trained_layers
+    keys = ["keep_activations"] if layers is not None and config.model.keep_activations is None else []
+    keys = ["trained_layers", "freeze_after", "keep_activations"] if layers == AUTO else keys
+    return found + [f"model.{key}={json.dumps(model.get(key))}" for key in keys]
 
 
 def _train_in(
@@ -284,10 +296,8 @@ def _run(
     execution, paths = run.execution, run.paths
     set_matmul_precision(task.model, execution.precision)
     where = execution.device, execution.precision, run.cache, output.progress, execution.group
-    if run.config.model.keep_activations and isinstance(task, KeepsActivations):
-        reason = task.keep_activations(*where)
-        if reason is not None:
-            output.warn(f"the outputs of the frozen layers are computed in every step, because {reason}.")
+    if run.config.model.freezes_at_start and (problem := keep_activations(run, task, output.progress)):
+        output.warn(problem)
     if isinstance(task, ComparedWithReference):
         task.compute_reference(*where)
     if snapshot is None and execution.group.is_main and isinstance(task, InitializedFromData):
@@ -316,7 +326,7 @@ def _run(
     _add_loggers(sinks, run.config, paths, step)
     request.monitor.start(paths.root.absolute(), [execution.group.peers[rank] for rank in execution.group.local_ranks])
     try:
-        sinks.release({**_start_event(run, step or 0), **resumed})
+        sinks.release({**_start_event(run, step or 0), "expected_steps": trainer.expected_steps, **resumed})
         for event in output.early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()

@@ -73,7 +73,7 @@ def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Warn
     """Returns the model card for a GGUF file of a run's snapshot. Returns None after a failure, which is a warning."""
     card = None
     with errors_as_warnings(f"the model card of {file}", warn):
-        found = require_snapshot(run, open_run(run)[1], snapshot, warn)
+        found = require_snapshot(run, *open_run(run), snapshot, warn)
         card = model_card(RunRecord.open(run), found.step, is_adapter, file.name)
     return card
 

@@ -91,6 +91,10 @@ class Costs(ABC):
         """Whether the outputs of blocks that are not trained are kept, so that training steps skip these blocks."""
         return False
 
+    def kept_token_bytes(self, execution: Execution) -> int:
+        """Returns the bytes on the disk of the kept output of frozen layers for a token."""
+        return 0
+
     @property
     def forward_share(self) -> float:
         """The forward pass's share of the work of forward and backward pass."""

@@ -5,6 +5,7 @@ B batch, T tokens per row, D width.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +19,14 @@ class _ReachedError(Exception):
 
 
 class FrozenLayers:
-    """The frozen part of a model: everything that runs before the last `trained` of its `blocks`.
+    """The part of a model that is frozen, or will be: everything that runs before the last `trained` of its `blocks`.
 
-    Its weights get no gradient, and it runs without dropout, so its output depends only on the model's input.
+    Once it is frozen, its weights get no gradient, and it runs without dropout, so its output depends only on the
+    model's input.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], trained: int, run: Callable[[], object]) -> None:
-        """Freezes the weights. `run` calls the model on some input, to find out what runs before the blocks."""
+        """`run` calls the model on some input, to find out what runs before the blocks."""
         self.blocks, self._first = list(blocks[: len(blocks) - trained]), blocks[len(blocks) - trained]
         self._returned = 0  # length of the tuples that frozen blocks return; 0: they return tensors
         table = getattr(model, "get_input_embeddings", lambda: None)()
@@ -38,9 +40,26 @@ class FrozenLayers:
         finally:
             for hook in hooks:
                 hook.remove()
-        for parameter in {p for part in parts for p in part.parameters()} | _weights_behind(entering):
-            parameter.requires_grad_(False)
+        found = {p for part in parts for p in part.parameters()} | _weights_behind(entering)
+        self._weights = [parameter for parameter in model.parameters() if parameter in found]
+        self._learned: list[nn.Parameter] = []  # weights that were trained before they were frozen
         self._modules = list(dict.fromkeys(module for part in parts for module in part.modules()))
+
+    def freeze(self, learned: bool) -> None:
+        """Freezes the weights. `learned` says whether training has changed them."""
+        self._learned = [parameter for parameter in self._weights if learned and parameter.requires_grad]
+        for parameter in self._weights:
+            parameter.requires_grad_(False)
+
+    def learned_digest(self) -> str:
+        """Returns a hash of the frozen weights that the run has trained, as the model computes with them.
+
+        It is empty if there are none, so that all frozen weights are those of the model's files.
+        """
+        digest = hashlib.sha256()
+        for parameter in self._learned:
+            digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest() if self._learned else ""
 
     def _run_below(self, run: Callable[[], object]) -> list[torch.Tensor]:
         """Calls the model up to the first trained block, and returns the tensors that are passed to that."""

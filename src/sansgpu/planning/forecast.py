@@ -24,7 +24,7 @@ from sansgpu.planning.results import MemoryChange, Projection, RunPlan
 from sansgpu.tasks.task import ReferenceCorpus
 from sansgpu.train.run import EVALUATED_IN_A_STEP, TrainingRun
 from sansgpu.train.run_length import DISK_BYTES_PER_SECOND, finish_time
-from sansgpu.train.schedule import UNKNOWN_STEPS
+from sansgpu.train.schedule import ONE_PHASE, UNKNOWN_STEPS, StepPhases
 
 ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
@@ -37,6 +37,9 @@ SAVE_SECONDS_PER_BYTE = 1 / 10e9  # time to copy a snapshot in memory
 _FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
 _DATA, _DATA_POWER = 0.65, 0.5
+# Weights beyond this number for each unique token add little (docs/lab-notes.md): the inverse of the useful size is the
+# sum of the inverses of both.
+_USEFUL_WEIGHTS = 7.7
 _REPEATS = 15.4  # decay constant of the value of repeated epochs (Muennighoff et al., arXiv 2305.16264)
 
 
@@ -49,36 +52,54 @@ class Forecast:
     evaluation_seconds: float
     save_seconds: float  # time the loop waits for a snapshot
     end_seconds: float  # last snapshot and export after the last step
+    phases: StepPhases = ONE_PHASE
+    later_evaluation_seconds: float = 0.0  # of an evaluation after layers have stopped learning
+
+    @property
+    def later_step_seconds(self) -> float:
+        """The duration of a step after layers have stopped learning."""
+        return self.step_seconds * self.phases.later_work
 
     def seconds(self, training: TrainingConfig, steps: int, first: int = 0) -> float:
         """Returns the time to train from step `first` to step `steps`, including evaluations and snapshots."""
         evaluations = _due(training.eval_steps, first, steps) + (training.eval_on_start and not first)
+        frozen, later = self.phases.freeze_step, 0
+        if steps > frozen:
+            later = _due(training.eval_steps, max(first, frozen), steps)
         saves = _due(training.save_steps, first, steps)
-        between = evaluations * self.evaluation_seconds + saves * self.save_seconds
-        return self.startup_seconds + (steps - first) * self.step_seconds + between + self.end_seconds
+        evaluating = (evaluations - later) * self.evaluation_seconds + later * self.later_evaluation_seconds
+        training_seconds = self.phases.work(first, steps - first) * self.step_seconds
+        return self.startup_seconds + training_seconds + evaluating + saves * self.save_seconds + self.end_seconds
 
 
 def forecast_of(run: TrainingRun, nodes: int = 1, step_seconds: float | None = None) -> Forecast:
     """Estimates the durations of a run's parts. On several nodes, `step_seconds` is the duration of a step on all."""
     timing, training = run.timing, run.config.training
     assert timing is not None
-    costs, accumulation = run.costs, run.execution.accumulation
-    passes = accumulation * timing.pass_seconds(costs.evaluated_layers)
+    costs, accumulation, later = run.costs, run.execution.accumulation, run.later_costs
+    passes, later_passes = (accumulation * timing.pass_seconds(one.evaluated_layers) for one in (costs, later))
     sampling = training.sample_tokens * costs.layers * SAMPLED_LAYER_SECONDS
     snapshot, weights = run.memory.snapshot, run.memory.weights
     before = 0.0  # duration of passes over the data before training, in steps
     if isinstance(run.corpus, ReferenceCorpus):
         before = run.corpus.reference_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
-    keeping = run.kept_tokens / run.tokens_per_step * accumulation * timing.block_seconds * costs.frozen_pass_layers
+    keeping = 0.0  # before the first step; if layers stop learning later, `run.phases` has it
+    if costs.skips_frozen:
+        keeping = run.kept_tokens / run.tokens_per_step * accumulation * timing.block_seconds * costs.frozen_pass_layers
     # An evaluation that generates text takes as long as a step generates, in proportion to their completions.
     generated = timing.generation_seconds(costs.layers)
-    evaluated = run.eval_token_ratio * (generated if run.config.settings.generates else passes / EVALUATED_IN_A_STEP)
+    evaluated, later_evaluated = (
+        run.eval_token_ratio * (generated if run.config.settings.generates else one / EVALUATED_IN_A_STEP)
+        for one in (passes, later_passes)
+    )
     return Forecast(
         startup_seconds=START_SECONDS[run.execution.compile] + (passes * before + keeping) / nodes,
         step_seconds=timing.step_seconds(costs, accumulation) if step_seconds is None else step_seconds,
         evaluation_seconds=evaluated / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
         end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
+        phases=run.phases,
+        later_evaluation_seconds=later_evaluated / nodes + sampling,
     )
 
 
@@ -87,7 +108,7 @@ def length_of(run: TrainingRun, forecast: Forecast) -> tuple[int, float]:
     training, allowed = run.config.training, seconds_allowed(run.config)
     steps = run.total_steps
     if steps == UNKNOWN_STEPS or forecast.seconds(training, steps) > allowed:
-        steps = int(allowed / forecast.step_seconds)
+        steps = int(allowed / min(forecast.step_seconds, forecast.later_step_seconds))
         while steps > 1 and forecast.seconds(training, steps) > allowed:
             steps -= max(1, steps // 200)
     return steps, forecast.seconds(training, steps)
@@ -171,8 +192,11 @@ def describe_plan(run: TrainingRun, progress: ReportProgress) -> RunPlan:
         "tokens_per_second": None,
         "seconds_per_million_tokens": None,
         "step_seconds": None,
+        "freeze_step": None,
+        "later_step_seconds": None,
         "machine_share": None,
         "total_steps": None,
+        "limit_steps": None if run.total_steps == UNKNOWN_STEPS else run.total_steps,
         "total_tokens": None,
         "epochs": None,
         "total_seconds": None,
@@ -237,6 +261,8 @@ def _add_time(plan: RunPlan, run: TrainingRun, progress: ReportProgress) -> None
         forecast = forecast_of(run)
         tokens_per_second = run.learned_per_step / forecast.step_seconds
         plan["step_seconds"] = forecast.step_seconds
+        if run.phases.freeze_step < run.total_steps:
+            plan["freeze_step"], plan["later_step_seconds"] = run.phases.freeze_step, forecast.later_step_seconds
         plan["tokens_per_second"] = tokens_per_second
         plan["seconds_per_million_tokens"] = 1e6 / tokens_per_second
         if run.execution.device.type == "cpu":
@@ -261,5 +287,6 @@ def effective_tokens(tokens: float, unique: float) -> float:
 
 def expected_bits_per_byte(parameters: float, tokens: float, unique: float) -> float:
     """Returns the estimated bits per byte after training; comparable only between models on the same text."""
-    size = _SIZE * math.pow(parameters / 1e6, -_SIZE_POWER)
+    inverse = 1 / parameters + 1 / (_USEFUL_WEIGHTS * unique)
+    size = _SIZE * math.pow(1e6 * inverse, _SIZE_POWER)
     return _FLOOR + size + _DATA * math.pow(effective_tokens(tokens, unique) / 1e6, -_DATA_POWER)

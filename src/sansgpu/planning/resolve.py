@@ -11,8 +11,10 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import ConfigError, UnreachableError, change_config
+from sansgpu.config.learning_rate import rate_for_width
 from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
+from sansgpu.config.section import AUTO
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.files import file_notes
 from sansgpu.data.order import steps_per_epoch
@@ -33,9 +35,19 @@ from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.train.run import TrainingRun, shared_tokens
+from sansgpu.train.run import TrainingRun, phases_of, shared_tokens
 from sansgpu.train.run_length import finish_time
-from sansgpu.train.schedule import UNKNOWN_STEPS, evaluation_problem, repetition_problem, total_steps, warmup_problem
+from sansgpu.train.schedule import (
+    AUTO_FREEZE_EPOCHS,
+    UNKNOWN_STEPS,
+    automatic_layers,
+    default_epochs,
+    evaluation_problem,
+    freezing_problem,
+    repetition_problem,
+    total_steps,
+    warmup_problem,
+)
 
 # needed: prepare the data or fail. wanted: continue without data that is unreachable, or that cannot be read and does
 # not determine the run's length. unread: do not read it.
@@ -80,10 +92,14 @@ def resolve_run(
     execution, available = configure_process(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, options, group)
     config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
+    if config.model.trained_layers == AUTO and corpus is not None:
+        config = _with_trained_layers(config, corpus, affordable_steps, warn, group)
+        config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
     assumed_step = seconds / affordable_steps
     config = _with_kept_activations(config, corpus, affordable_steps, group)
-    if problem := warmup_problem(config.training, steps):
-        warn(problem)
+    for problem in (warmup_problem(config.training, steps), _freezing_problem(config, corpus, steps)):
+        if problem:
+            warn(problem)
     if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable_steps)):
         warn(problem)
     seconds, execution.compile = _compilation(config, execution, before, seconds, warn)
@@ -100,21 +116,60 @@ def resolve_run(
         timing = Timing(**group.broadcast_object(lambda: _measured(calibration, sizes, progress)))
         execution.micro_batch = timing.micro_batch
     execution.accumulation = micro_batches_per_rank(config.training, execution.micro_batch, group.size)
-    run = TrainingRun(config, execution, steps, estimate_memory(config, execution), available, corpus, timing)
+    run = TrainingRun(
+        config,
+        execution,
+        steps,
+        estimate_memory(config, execution),
+        available,
+        corpus,
+        timing,
+        assumed_step_seconds=assumed_step / group.size,
+    )
     if before is None and (problem := _evaluation_problem(run, assumed_step, affordable_steps)):
         warn(problem)
     return run
 
 
 def _with_kept_activations(config: Config, corpus: Corpus | None, steps: float, group: Group) -> Config:
-    """Decides whether to keep the outputs of frozen layers: if `steps` steps read the data more than once."""
+    """Decides whether to keep the outputs of frozen layers: if the run reads the data more than once with them.
+
+    The run has `steps` steps.
+    """
     model = config.model
-    if model.trained_layers is None or model.keep_activations is not None or not config.acts("model.keep_activations"):
+    if model.trained_layers in (None, AUTO) or model.keep_activations is not None:
         return config
-    costs = task_of(config).costs(config)
-    epoch = steps_per_epoch(corpus.train_examples, effective_batch(config.training)) if corpus else math.inf
-    again = group.broadcast_object(lambda: steps > epoch and costs.trained_layers < costs.layers)
+    if not config.acts("model.keep_activations"):
+        return config
+    costs, first = task_of(config).costs(config.after_freezing()), phases_of(config, corpus).freeze_step
+    frozen_steps = steps - first if model.freeze_after else steps
+    epochs = frozen_steps / _epoch_steps(config, corpus)
+    again = group.broadcast_object(lambda: epochs > 1 and costs.trained_layers < costs.layers)
     return change_config(config, [("model.keep_activations", again)])
+
+
+def _with_trained_layers(config: Config, corpus: Corpus, steps: float, warn: Warn, group: Group) -> Config:
+    """Replaces model.trained_layers auto by what it means in a run of `steps` steps, and says so."""
+    epochs = group.broadcast_object(lambda: steps / _epoch_steps(config, corpus))
+    chosen = automatic_layers(epochs, config.model.freeze_after)
+    length = f"the run reads its data {epochs:.2g} times"
+    if chosen["trained_layers"] is None:
+        warn(f"model.trained_layers auto trains all layers, because {length}, fewer than {AUTO_FREEZE_EPOCHS}.")
+    else:
+        warn(
+            f"model.trained_layers auto trains all layers up to epoch {chosen['freeze_after']:g} and then the last "
+            f"{chosen['trained_layers']:.0%} of the blocks, because {length}."
+        )
+    return change_config(config, [(f"model.{key}", value) for key, value in chosen.items()])
+
+
+def _epoch_steps(config: Config, corpus: Corpus | None) -> float:
+    return steps_per_epoch(corpus.train_examples, effective_batch(config.training)) if corpus else math.inf
+
+
+def _freezing_problem(config: Config, corpus: Corpus | None, steps: int) -> str | None:
+    after = config.model.freeze_after
+    return freezing_problem(after, phases_of(config, corpus).freeze_step, steps) if after and corpus else None
 
 
 def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable_steps: float) -> str | None:
@@ -122,7 +177,7 @@ def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable_steps:
     if run.corpus is None:
         return None
     if run.timing is not None:
-        step_seconds = run.timing.step_seconds(run.costs, run.execution.accumulation)
+        step_seconds = run.step_seconds
         affordable_steps = min(run.total_steps, seconds_allowed(run.config) / step_seconds)
     batches = run.eval_token_ratio * effective_batch(run.config.training) / run.execution.micro_batch
     return evaluation_problem(run.config.training, affordable_steps, run.steps_per_evaluation, step_seconds, batches)
@@ -166,11 +221,13 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     config, work = with_optimizer(config, tokens_per_step)
     if corpus is not None:
+        training = training.model_copy(update={"num_epochs": training.num_epochs or default_epochs(config)})
         steps = total_steps(training, steps_per_epoch(corpus.train_examples, effective), corpus.train_tokens)
     else:
         without = training.model_copy(update={"num_epochs": None})
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
-    seconds = assumed_seconds(work.needed * steps, execution.precision, execution.threads)
+    needed = work.needed * phases_of(config, corpus).work(0, steps)
+    seconds = assumed_seconds(needed, execution.precision, execution.threads)
     allowed = min(seconds, seconds_allowed(config))
     return config, steps, allowed, steps * allowed / seconds
 
@@ -179,7 +236,12 @@ def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWo
     """Returns the configuration with `auto` replaced by an optimizer and its learning rate, and the FLOPs of a step."""
     work = task_of(config).costs(config).work(tokens_per_step)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
-    return change_config(config, [("training.optimizer", optimizer)]), work
+    changed = change_config(config, [("training.optimizer", optimizer)])
+    if config.settings.scales_rate and "learning_rate" not in config.training.model_fields_set:
+        adapted = config.model.adapter != "none"
+        rate = rate_for_width(changed.training.learning_rate, task_of(config).costs(config).width, adapted)
+        changed = change_config(changed, [("training.learning_rate", rate)])
+    return changed, work
 
 
 def _with_finish(config: Config) -> Config:
@@ -215,7 +277,8 @@ def _read(
         config, corpus = prepare_data(config, cache_dir(config.data.cache_dir), progress, options.tokenizer)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
-        known = limited and training.num_epochs is None  # the run's length does not depend on the data
+        epochs = training.num_epochs or default_epochs(config)
+        known = limited and epochs is None  # the run's length does not depend on the data
         if options.data == "needed" or not (known or isinstance(error, UnreachableError)):
             raise
         warn(

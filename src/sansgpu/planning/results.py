@@ -107,8 +107,11 @@ class RunPlan(TypedDict):
     tokens_per_second: float | None
     seconds_per_million_tokens: float | None
     step_seconds: float | None
+    freeze_step: int | None  # number of steps after which layers stop learning
+    later_step_seconds: float | None  # after these
     machine_share: float | None
     total_steps: int | None
+    limit_steps: int | None  # those of num_epochs, max_steps or max_tokens, which a time limit may not allow
     total_tokens: int | None
     epochs: float | None
     total_seconds: float | None
@@ -129,7 +132,10 @@ def length_text(plan: RunPlan | ProposedPlan) -> str:
     assert plan["total_steps"] is not None
     assert plan["total_tokens"] is not None
     epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
-    return f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
+    total, limit = plan["total_steps"], plan["limit_steps"]
+    cut = limit is not None and total < limit
+    steps = f"about {total:,} of {limit:,} steps, as many as the time allows" if cut else counted(total, "step")
+    return f"{steps}, {count(plan['total_tokens'])} tokens{epochs}"
 
 
 class StepSeconds(TypedDict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -156,10 +157,41 @@ def can(task_class: Any, verb: Verb) -> bool:
 
 
 @runtime_checkable
+class FreezesLayers(Protocol):
+    """A task whose lower layers can stop learning during a run."""
+
+    def freeze_layers(self) -> tuple[int, int]:
+        """Freezes them, and returns the number of frozen blocks and of all blocks."""
+
+
+@dataclass(frozen=True)
+class ActivationOwner:
+    """A run that has trained its frozen layers, so that no other run can use what they compute."""
+
+    folder: Path
+    is_interrupted: Callable[[], bool]  # if it returns True, the run will end and needs no activations
+
+
+@runtime_checkable
 class KeepsActivations(Protocol):
-    """A task that can compute the outputs of a model's frozen layers once for all data, before training."""
+    """A task that can compute the outputs of a model's frozen layers once for all data."""
 
     def keep_activations(
-        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
+        self,
+        device: torch.device,
+        precision: str,
+        cache: Path,
+        progress: ReportProgress,
+        group: Group,
+        owner: ActivationOwner | None = None,
     ) -> str | None:
-        """Computes them, or reads them from the cache. Returns why they are not kept, if so. Raises ConfigError."""
+        """Computes them, or reads them from the cache. Returns why they are not kept, if so. Raises ConfigError.
+
+        `owner` is the run, if it has trained the layers.
+        """
+
+    def forget_activations(self) -> None:
+        """Runs the frozen layers again from now on, because their weights have changed."""
+
+    def delete_activations(self) -> None:
+        """Deletes the files that only this run uses, at its end."""

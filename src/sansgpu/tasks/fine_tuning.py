@@ -14,19 +14,18 @@ import torch
 
 from sansgpu.config import ConfigError, derive_seed
 from sansgpu.config.schema import Config
+from sansgpu.config.section import AUTO
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
-from sansgpu.events.progress import ReportProgress
-from sansgpu.machine.distributed.group import Group
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.huggingface.adapters import (
     add_adapter,
-    freeze_layers,
     load_adapter_weights,
     load_model,
+    lower_layers,
     restore_frozen,
     save_adapter,
 )
@@ -49,7 +48,7 @@ from sansgpu.models.shared_prefixes import lexicographic_order
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.evaluation import TokensOf, tokens_of
-from sansgpu.tasks.kept_activations import ActivationFiles, TokenSequences, batches_of, distinct_sequences
+from sansgpu.tasks.kept_activations import KeepingTask, TokenSequences
 from sansgpu.tasks.task import COMPUTED_TOKENS, SEQUENCE_TOKENS, ModelSource, Sums, TrainedModel
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -79,7 +78,7 @@ class FineTuning(ObjectiveBase, ABC):
 
         self.config, settings, seed = config, config.model, config.training.seed
         self.head = self.head_of(config)
-        if layers is not None and settings.trained_layers is not None:
+        if layers is not None and settings.trained_layers not in (None, AUTO):
             settings = settings.model_copy(update={"trained_layers": 1.0})  # times a trained block
         if random:
             self.model = random_model(settings, self.head, layers)
@@ -97,7 +96,9 @@ class FineTuning(ObjectiveBase, ABC):
             from sansgpu.models.huggingface.lora import patch_adapter  # imports peft, which takes a second
 
             patch_adapter(self.model)
-        self.unpadded.frozen = freeze_layers(self.model, settings)
+        self._lower = lower_layers(self.model, settings)  # those that are frozen, or will be
+        if settings.freezes_at_start:
+            self.unpadded.frozen = self._lower
         self.notes: Sequence[str] = list(self._notes(unpatched))
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None
@@ -118,9 +119,10 @@ class FineTuning(ObjectiveBase, ABC):
             yield f"{name} does not support packing several examples into one sequence, so short examples are padded."
         head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", table)
-        if tied and self.unpadded.frozen is not None and self._adapted is None:
+        if tied and self._lower is not None and self._adapted is None:
+            frozen = "is not trained" if self.unpadded.frozen is not None else "will stop learning with them,"
             yield (
-                f"{name}: its output head is not trained either, because it shares its weights with the token "
+                f"{name}: its output head {frozen} either, because it shares its weights with the token "
                 "embedding, which runs before the first trained block."
             )
 
@@ -149,6 +151,13 @@ class FineTuning(ObjectiveBase, ABC):
     def loss(self, batch: Any) -> torch.Tensor:
         with self.forward_pass():
             return self.summed_loss(batch)
+
+    def freeze_layers(self) -> tuple[int, int]:
+        """Freezes what is below the last `model.trained_layers` blocks; returns the frozen and all blocks' numbers."""
+        assert self._lower is not None
+        self._lower.freeze(learned=True)
+        self.unpadded.frozen = self._lower
+        return len(self._lower.blocks), len(self._blocks)
 
     def step_sums(self) -> Sums:
         return dict(zip((SEQUENCE_TOKENS, COMPUTED_TOKENS), self.unpadded.take_counts(), strict=True))
@@ -236,8 +245,9 @@ class FineTuning(ObjectiveBase, ABC):
         return TokenSequences(batch.tokens, batch.lengths, getattr(batch, "types", None))
 
     def flops_of_token(self, example_tokens: float, target_ratio: float = 1.0) -> float:
-        """Returns the training FLOPs per token for examples of `example_tokens` tokens on average."""
-        costs = replace(self.costs(self.config), example_tokens=example_tokens, target_ratio=target_ratio)
+        """Returns the FLOPs per token of the current steps, for examples of `example_tokens` tokens on average."""
+        config = self.config if self.unpadded.frozen is None else self.config.after_freezing()
+        costs = replace(self.costs(config), example_tokens=example_tokens, target_ratio=target_ratio)
         return costs.work(1).needed
 
     @classmethod
@@ -245,7 +255,7 @@ class FineTuning(ObjectiveBase, ABC):
         return random_tokens(config, cls.costs(config).vocabulary, size, tokens)
 
 
-class FineTuningTask(ComposedTask):
+class FineTuningTask(KeepingTask, ComposedTask):
     """Base of tasks that fine-tune a transformers model: training batches, loading and saving."""
 
     objective_class: ClassVar[type[FineTuning]]
@@ -255,6 +265,7 @@ class FineTuningTask(ComposedTask):
         """`target_ratio` is the number of targets per token of `corpus`."""
         super().__init__(config, self.objective_class(config), corpus, effective_batch)
         self.fingerprint = f"{corpus.fingerprint}-{self.base_fingerprint(config)}"
+        self._target_ratio = target_ratio
         self.flops_per_token = self.objective.flops_of_token(corpus.sequence_tokens, target_ratio)
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
@@ -263,20 +274,10 @@ class FineTuningTask(ComposedTask):
         batch: ExampleBatch = part.batch(self.objective.ordered(indices, part.lengths, tokens_of(part)))
         return batch
 
-    def keep_activations(
-        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
-    ) -> str | None:
-        files = ActivationFiles(self.objective.unpadded, device, precision, cache)
-        return files.keep(self.config.model, self._kept_sequences(self.corpus), progress, group)
-
-    @classmethod
-    def kept_tokens(cls, corpus: Any) -> int:
-        return sum(len(one.tokens) for one in cls._kept_sequences(corpus).values())
-
-    @classmethod
-    def _kept_sequences(cls, corpus: Any) -> dict[bytes, TokenSequences]:
-        batches = batches_of((corpus.train, corpus.validation))
-        return distinct_sequences(map(cls.objective_class.sequences, batches))
+    def freeze_layers(self) -> tuple[int, int]:
+        numbers: tuple[int, int] = self.objective.freeze_layers()
+        self.flops_per_token = self.objective.flops_of_token(self.corpus.sequence_tokens, self._target_ratio)
+        return numbers
 
     @classmethod
     def base_fingerprint(cls, config: Config) -> str:

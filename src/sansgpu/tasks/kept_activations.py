@@ -12,14 +12,15 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.config.model import ModelConfig
-from sansgpu.data.shards import cache_key, cached
+from sansgpu.config.schema import Config
+from sansgpu.data.shards import cache_key, cached, lock_of
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.folders import delete_folder
 from sansgpu.machine.disk import free_disk_bytes
@@ -28,8 +29,9 @@ from sansgpu.machine.probe import has_bf16_tensors, isa, mixed_precision
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.pretrained import weights_fingerprint
 from sansgpu.models.huggingface.probes import close_outputs, copies_for_kernels, probe_tokens
-from sansgpu.models.kept_states import KeptStates, packed, sequence_key
+from sansgpu.models.kept_states import DTYPES, KeptStates, activation_form, bytes_per_token, packed, sequence_key
 from sansgpu.models.modules import narrowed_matrices
+from sansgpu.tasks.capabilities import ActivationOwner
 
 if TYPE_CHECKING:  # imports transformers, which takes seconds
     from sansgpu.models.huggingface.packed_forward import UnpaddedModel
@@ -99,29 +101,38 @@ def chunks_of(sequences: Iterable[TokenSequences], tokens: int) -> Iterator[list
 class ActivationFiles:
     """The cached outputs of the frozen layers of a model. The processes of a machine share the work."""
 
-    def __init__(self, unpadded: UnpaddedModel, device: torch.device, precision: str, cache: Path) -> None:
-        self._unpadded, self._device, self._precision = unpadded, device, precision
+    def __init__(
+        self, unpadded: UnpaddedModel, model: ModelConfig, device: torch.device, precision: str, cache: Path
+    ) -> None:
+        self._unpadded, self._model, self._device, self._precision = unpadded, model, device, precision
         self._folder = cache / "activations"
-        self._narrow = has_bf16_tensors(precision)
+        self._form = activation_form(model, precision)
+        self._owned: list[Path] = []  # files that only this run uses
 
     def keep(
-        self, model: ModelConfig, sequences: dict[bytes, TokenSequences], progress: ReportProgress, group: Group
+        self,
+        sequences: dict[bytes, TokenSequences],
+        progress: ReportProgress,
+        group: Group,
+        owner: ActivationOwner | None = None,
     ) -> str | None:
         """Computes what is missing in the cache, so that training skips the frozen layers.
 
-        Returns the reason if that is not possible. Raises ConfigError if the disk is too small.
+        `owner` is the run that has trained the frozen weights, if one has; it alone uses the files, and may be
+        interrupted. Returns the reason if keeping is not possible. Raises ConfigError if the disk is too small.
         """
         with self._as_in_training():
             dtype = self._dtype_if_repeatable()
             if isinstance(dtype, str):
                 return dtype
             kept, local, missing = KeptStates(dtype), group.local_ranks, []
-            weights = weights_fingerprint(model), model.trained_layers, model.base_precision
-            machine = self._precision, isa(), torch.get_num_threads(), str(self._device)
+            question = self._question(owner)
             for chunk in chunks_of(sequences.values(), FILE_TOKENS):
                 keys, lengths = [one.key for one in chunk], [len(one.tokens) for one in chunk]
-                folder = self._folder / cache_key("activations", *weights, *machine, keys)
+                folder = self._folder / cache_key("activations", *question, keys)
                 kept.add(keys, lengths, partial(self._read, folder, sum(lengths)))
+                if owner is not None:
+                    self._owned.append(folder)
                 if folder.is_dir():
                     with suppress(OSError):
                         os.utime(folder)
@@ -129,14 +140,34 @@ class ActivationFiles:
                     missing.append((folder, chunk))
             self._require_disk([chunk for _, chunk in missing])
             for number in range(local.index(group.rank), len(missing), len(local)):
+                if owner is not None and owner.is_interrupted():
+                    break
                 progress("computing the frozen layers", number, len(missing), "chunk")
                 folder, chunk = missing[number]
                 cached(folder, partial(self._write, chunk))
-        group.all_gather_object(None)
+        if any(group.all_gather_object(owner is not None and owner.is_interrupted())):
+            return None
         if group.rank == local[0]:
             self._delete_unused()
         self._unpadded.kept = kept
         return None
+
+    def _question(self, owner: ActivationOwner | None) -> Iterator[object]:
+        """Yields what the outputs of the frozen layers depend on, apart from the sequences."""
+        assert self._unpadded.frozen is not None
+        yield from (weights_fingerprint(self._model), self._model.trained_layers, self._model.base_precision)
+        yield from (self._precision, self._form, isa(), torch.get_num_threads(), str(self._device))
+        if owner is not None:
+            yield from (self._unpadded.frozen.learned_digest(), str(owner.folder.absolute()))
+
+    def delete_owned(self) -> None:
+        """Deletes the files that no other run uses. The model computes its frozen layers from then on."""
+        self._unpadded.kept = None
+        for folder in self._owned:
+            delete_folder(folder)
+            with suppress(OSError):
+                lock_of(folder).unlink()
+        self._owned = []
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -147,7 +178,7 @@ class ActivationFiles:
             for context in (
                 reading(model),
                 torch.no_grad(),
-                narrowed_matrices(model) if self._narrow else nullcontext(),
+                narrowed_matrices(model) if has_bf16_tensors(self._precision) else nullcontext(),
                 mixed_precision(self._device, self._precision),
             ):
                 contexts.enter_context(context)
@@ -170,7 +201,7 @@ class ActivationFiles:
                 return "its frozen layers draw random numbers"
             plain, tried = unpadded.hidden_states(tokens, lengths), KeptStates(states.dtype)
             cpu = TokenSequences(tokens.cpu(), lengths.cpu())
-            tried.add([one.key for one in cpu.split()], sizes, lambda: packed(states, narrow=False))
+            tried.add([one.key for one in cpu.split()], sizes, lambda: packed(states, "fp32"))
             unpadded.kept = tried
             skipping = unpadded.hidden_states(tokens, lengths)
         except Exception:  # anything that the code of a model may raise
@@ -187,7 +218,7 @@ class ActivationFiles:
 
     def _require_disk(self, chunks: list[list[TokenSequences]]) -> None:
         width = int(self._unpadded.model.config.get_text_config().hidden_size)
-        needed = (2 if self._narrow else 4) * width * sum(len(one.tokens) for chunk in chunks for one in chunk)
+        needed = bytes_per_token(self._form, width) * sum(len(one.tokens) for chunk in chunks for one in chunk)
         free = free_disk_bytes(self._folder.absolute())
         if needed > free:
             raise ConfigError(
@@ -197,13 +228,12 @@ class ActivationFiles:
 
     def _write(self, chunk: list[TokenSequences], folder: Path) -> None:
         states = [self._states(TokenSequences.joined(part)) for part in chunks_of(chunk, PASS_TOKENS)]
-        np.save(folder / _FILE, packed(torch.cat(states), self._narrow))
+        np.save(folder / _FILE, packed(torch.cat(states), self._form))
 
     def _read(self, folder: Path, tokens: int) -> np.ndarray:
-        dtype = np.int16 if self._narrow else np.float32
         try:
             values: np.ndarray = np.load(folder / _FILE, mmap_mode="r", allow_pickle=False)
-            if len(values) == tokens and values.ndim == 2 and values.dtype == dtype:
+            if len(values) == tokens and values.ndim == 2 and values.dtype == DTYPES[self._form]:
                 return values
         except (OSError, ValueError, EOFError):
             pass
@@ -214,3 +244,42 @@ class ActivationFiles:
             for folder in self._folder.iterdir():
                 if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
                     delete_folder(folder)
+
+
+class KeepingTask:
+    """Base of tasks that implement `KeepsActivations`; their objective is a `FineTuning`."""
+
+    objective_class: ClassVar[type[Any]]
+    objective: Any
+    config: Config
+    corpus: Any
+    _files: ActivationFiles | None = None
+
+    def keep_activations(
+        self,
+        device: torch.device,
+        precision: str,
+        cache: Path,
+        progress: ReportProgress,
+        group: Group,
+        owner: ActivationOwner | None = None,
+    ) -> str | None:
+        self._files = ActivationFiles(self.objective.unpadded, self.config.model, device, precision, cache)
+        return self._files.keep(self._kept_sequences(self.corpus), progress, group, owner)
+
+    def forget_activations(self) -> None:
+        self.objective.unpadded.kept = None
+
+    def delete_activations(self) -> None:
+        if self._files is not None:
+            self._files.delete_owned()
+
+    @classmethod
+    def kept_tokens(cls, corpus: Any) -> int:
+        """Returns the number of tokens whose activations are kept."""
+        return sum(len(one.tokens) for one in cls._kept_sequences(corpus).values())
+
+    @classmethod
+    def _kept_sequences(cls, corpus: Any) -> dict[bytes, TokenSequences]:
+        batches = batches_of((corpus.train, corpus.validation))
+        return distinct_sequences(map(cls.objective_class.sequences, batches))

@@ -165,10 +165,7 @@ def load_snapshot(
             "results of the resumed run will not be bit-identical."
         )
     for file in (WEIGHTS, MOMENTS):
-        for name, tensor in snapshot.tensors(file) if group.is_main else _empty(shapes[file]):
-            if group.size > 1:
-                group.broadcast(tensor, 0)
-            state.load(name, tensor)
+        _load_tensors(state, snapshot, file, shapes[file])
     progress = state.progress = Progress(**record["progress"])
     best = progress.best_loss, progress.best_step
     progress.best_loss, progress.best_step = group.broadcast_object(
@@ -176,6 +173,20 @@ def load_snapshot(
     )
     metrics: Metrics | None = record["metrics"]
     return metrics
+
+
+def load_weights(state: TrainState, snapshot: Snapshot) -> None:
+    """Loads the weights of one of the run's own snapshots into `state` on all ranks; nothing else changes."""
+    shapes = state.execution.group.broadcast_object(partial(snapshot.shapes, WEIGHTS))
+    _load_tensors(state, snapshot, WEIGHTS, shapes)
+
+
+def _load_tensors(state: TrainState, snapshot: Snapshot, file: str, shapes: dict[str, tuple[list[int], str]]) -> None:
+    group = state.execution.group
+    for name, tensor in snapshot.tensors(file) if group.is_main else _empty(shapes):
+        if group.size > 1:
+            group.broadcast(tensor, 0)
+        state.load(name, tensor)
 
 
 def _without_outer(moments: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from sansgpu.machine.execution import Execution
 from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.tasks.task import (
+    Collecting,
     Evaluator,
     FittedHead,
     GatheringEvaluator,
@@ -75,13 +76,12 @@ class Validation:
         if self.metrics is not None:
             return None
         self.fit_head()
-        metrics = evaluate(self._task.evaluator, self._run.execution, training.eval_batches, stop, self._show)
+        metrics = self._compute(stop)
         if metrics is None:
             return None
         self._evaluated_step, self._metrics = progress.step, finite(metrics)
         seconds, loss = time.perf_counter() - start, self._metrics["loss"]
-        if progress.step and loss is not None and (progress.best_loss is None or loss < progress.best_loss):
-            progress.best_loss, progress.best_step = loss, progress.step  # untrained weights have no snapshot
+        progress.add_evaluation(loss)
         epoch = self._run.epoch_after(progress.step)
         event: Event = {"event": "eval", "step": progress.step, "epoch": epoch, **self._metrics, "seconds": seconds}
         has_model = self._run.execution.group.is_main and self._run.sharding != "full"
@@ -91,6 +91,17 @@ class Validation:
             with self._run.execution.autocast():
                 event["sample"] = self._task.sample(training.sample_prompt, training.sample_tokens, sampling)
         return event
+
+    def collect(self, is_stale: bool) -> None:
+        """Merges the predictions of all ranks, if the task has any, after predicting again if `is_stale`."""
+        if isinstance(self._task, Collecting):
+            if is_stale:
+                self._compute(lambda: False)
+            self._task.collect(self._run.execution.group.all_gather_object)
+
+    def _compute(self, stop: Callable[[], bool]) -> dict[str, float] | None:
+        batches = self._run.config.training.eval_batches
+        return evaluate(self._task.evaluator, self._run.execution, batches, stop, self._show)
 
 
 @contextmanager

@@ -42,13 +42,15 @@ def not_finite_remedy(training: TrainingConfig, step: int, snapshot: str | None)
             "check that the weights are finite, and try training.precision=fp32."
         )
     lower = min(training.learning_rate / LOWER_RATE_DIVISOR, HIGHEST_USUAL_RATE)
+    ratio, steps = training.warmup_ratio, training.warmup_steps
+    warmup = f"training.warmup_steps (now {steps})" if ratio is None else f"training.warmup_ratio (now {ratio:g})"
     again = "start the run again" if snapshot is None else f"resume from {snapshot}, or from an earlier snapshot,"
     limit = "" if training.max_grad_norm else ", and set training.max_grad_norm to 1"
     same = "" if snapshot is None else "; without a change it would fail at the same step again"
     return (
         f"the learning rate is probably too high: {again} with --set training.learning_rate="
         f"{lower:.1g} (it is {training.learning_rate:g}) or more "
-        f"training.warmup_steps (now {training.warmup_steps}){limit}{same}."
+        f"{warmup}{limit}{same}."
     )
 
 
@@ -170,10 +172,12 @@ class Health:
             return None
         change = "rising" if metric.better == "lower" else "falling"
         remedies = "More data, dropout, weight_decay or fewer epochs" if metric == LOSS else "A lower learning_rate"
+        stops = self._training.early_stopping_patience is not None
+        stopping = "" if stops else "; training.early_stopping_patience ends a run when this happens"
         return (
             f"the validation {metric.label} is {change}: it is {metric.shown(now[metric.name])} and was "
             f"{metric.shown(best[metric.name])} at step {best['step']:,}; --snapshot best selects that snapshot. "
-            f"{remedies} may help."
+            f"{remedies} may help{stopping}."
         )
 
 

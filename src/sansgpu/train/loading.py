@@ -26,8 +26,10 @@ from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
-from sansgpu.train.snapshots import Snapshot, find_snapshot
+from sansgpu.train.schedule import ends_with_best
+from sansgpu.train.snapshots import Progress, Snapshot, best_snapshot, find_snapshot, snapshots
 
+FINAL = "final"  # names the snapshot whose model is in final/; see `require_snapshot`
 _GENERATORS = (*DECODER_CLASSES, "ForConditionalGeneration")  # ends of the names of classes that generate text
 _REFUSALS: dict[Verb, str] = {
     "generate": "which cannot generate text; this command",
@@ -45,7 +47,7 @@ class ModelRequest:
     """
 
     target: str
-    snapshot: str = "latest"
+    snapshot: str = FINAL
     remote_code: bool = False
     objective: str | None = None
     precision: Precision = "auto"  # auto: the precision of the run; for other models, each command chooses
@@ -62,13 +64,13 @@ def open_model(
         task = class_of_run(folder, config, verb, objective)
         if config.outside_class is not None:
             config, paths = open_run(folder)  # again, because the class is imported now and may declare defaults
-        snapshot = require_snapshot(folder, paths, request.snapshot, warn)
+        snapshot = require_snapshot(folder, config, paths, request.snapshot, warn)
         source = ModelSource(target, request.remote_code, config, snapshot, paths.tokenizer)
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; remove --objective.")
         task = class_of_model(target, verb)
-        if request.snapshot != "latest":
+        if request.snapshot != FINAL:
             raise ConfigError(f"{target} is not a run, so it has no snapshots; remove --snapshot.")
         source = ModelSource(target, request.remote_code)
     device, precision = torch.device("cpu"), "fp32"
@@ -91,11 +93,17 @@ def class_of_run(folder: Path, config: Config, verb: Verb, objective: str | None
     return task
 
 
-def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Warn) -> Snapshot:
-    """Returns the snapshot of a run that is called `name`. Raises ConfigError if there is none."""
-    snapshot = find_snapshot(paths.snapshots, name, warn)
+def require_snapshot(folder: Path, config: Config, paths: RunPaths, name: str, warn: Warn) -> Snapshot:
+    """Returns the snapshot of a run that is called `name`. Raises ConfigError if there is none.
+
+    `final` is the best one if the run stopped early or has `training.load_best_model_at_end`, otherwise the latest.
+    """
+    snapshot = find_snapshot(paths.snapshots, "latest" if name == FINAL else name, warn)
     if snapshot is None:
         raise ConfigError(f"{folder} has no snapshot yet; train it first.")
+    if name == FINAL and ends_with_best(config.training, Progress(**snapshot.state()["progress"])):
+        best = best_snapshot(snapshots(paths.snapshots))
+        return snapshot if best is None else find_snapshot(paths.snapshots, best.folder.name, warn) or snapshot
     return snapshot
 
 

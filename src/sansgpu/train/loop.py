@@ -24,15 +24,16 @@ from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import available_memory, held_memory
+from sansgpu.tasks.capabilities import ActivationOwner, FreezesLayers, KeepsActivations
 from sansgpu.tasks.task import Collecting, Sums, Task, add_sums
 from sansgpu.train.branches import record_of
-from sansgpu.train.checkpoint import Saver, load_snapshot
+from sansgpu.train.checkpoint import Saver, load_snapshot, load_weights
 from sansgpu.train.evaluate import Validation
 from sansgpu.train.health import not_finite_remedy
-from sansgpu.train.run import TrainingRun
+from sansgpu.train.run import TrainingRun, keep_activations
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_log import RunLog, SystemStatistics
-from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate
+from sansgpu.train.schedule import UNKNOWN_STEPS, ends_with_best, learning_rate, stops_early
 from sansgpu.train.snapshots import Progress, Snapshot
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import NotFiniteError, train_step
@@ -43,12 +44,16 @@ FORWARD_SECONDS = 3.0  # within this time, a launcher may forward a signal that 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The outcome of the run in `folder`. `reason` is done, interrupted or out_of_time."""
+    """The outcome of the run in `folder`. `reason` is done, interrupted, out_of_time or early_stopping.
+
+    `final_step` is the step whose weights final/ has, or None if final/ was not written.
+    """
 
     folder: Path
     reason: str
     step: int
     snapshot: Snapshot | None
+    final_step: int | None = None
     signal: int | None = None
 
 
@@ -80,18 +85,26 @@ class Trainer:
         self._task, self._run, self._training, self._sinks, self._show = task, run, run.config.training, sinks, progress
         self._state = TrainState.create(task.model, self._training, execution)
         self._length = RunLength(run, self._state, sinks.warn)
+        if self._training.load_best_model_at_end and isinstance(task, Collecting):
+            self._length.budget.final_evaluations += 1
         self._saver = Saver(run, self._state, task.fingerprint, sinks, self._length.elapsed_seconds)
         self._validation = Validation(task, run, self._state, progress)
         self._log = RunLog(task, run, self._length, sinks, system)
         self._control = RunControl(controls or Controls(), execution.group)
         self.state = LogHistory(effective_batch(run.config.training))  # as transformers' `trainer.state`
         sinks.add(self.state)
+        self._is_frozen = False  # layers have stopped learning
         self._sums: Sums = {}  # logged sums of the steps since the last synchronization
         self._guard: MemoryGuard | None = None
         if run.sharding != "full":
             available, used = (lambda: available_memory(execution.device)), (lambda: held_memory(execution.device))
             self._guard = MemoryGuard(execution, available, used, sinks.warn, self._saver.release_copies)
             task.between_blocks(self._guard.check)
+
+    @property
+    def expected_steps(self) -> int | None:
+        """The steps after which a time-limited run will probably end, according to an estimate; otherwise None."""
+        return self._length.expected_steps()
 
     @property
     def _progress(self) -> Progress:
@@ -128,7 +141,7 @@ class Trainer:
             warn(change)
 
     def train(self) -> TrainingResult:
-        """Trains until a limit is reached, time is up or the run is interrupted.
+        """Trains until a limit is reached, time is up, the validation loss stops falling or the run is interrupted.
 
         Takes snapshots as configured and one at the end. `final/` is written unless the run was interrupted.
         """
@@ -147,14 +160,18 @@ class Trainer:
                     self._save()
                 self._saver.flush()
                 if stopped_by is not None:
-                    return self._end("interrupted", stopped_by)
-            if isinstance(self._task, Collecting):
-                self._task.collect(group.all_gather_object)
+                    return self._end("interrupted", None, stopped_by)
+            final_step = self._choose_final_weights()
+            self._validation.collect(is_stale=final_step != self._progress.step)
             self._state.optimizer.release_state()
             self._show("writing the final model", 0, 0)
             if group.is_main:
                 self._task.export(self._run.paths.final)
-            return self._end("out_of_time" if self._length.is_out_of_time() else "done")
+            if group.rank == group.local_ranks[0] and isinstance(self._task, KeepsActivations):
+                self._task.delete_activations()
+            if not self._length.is_finished():
+                return self._end("early_stopping", final_step)
+            return self._end("out_of_time" if self._length.is_out_of_time() else "done", final_step)
         except LostRankError:
             self._rescue()
             raise
@@ -163,11 +180,15 @@ class Trainer:
             self._saver.close()
 
     def _run_steps(self, prefetch: Prefetcher) -> int | None:
-        """Trains until the run is finished or a signal interrupts it; returns the signal or None."""
+        """Trains until the run is finished, stops early or is interrupted by a signal; returns the signal or None."""
         first = self._progress.step
+        if first > self._length.phases.freeze_step:
+            self._freeze_layers()
         if first:
             self._do(self._due())
-        while (stopped_by := self._follow_commands()) is None and not self._length.is_finished():
+        while (stopped_by := self._follow_commands()) is None and not self._is_over():
+            if self._freeze_layers():
+                continue  # it takes time, in which a signal may have arrived
             self._show_first_steps(first)
             # The first step of a process compiles, so its duration says nothing about later steps.
             self._one_step(prefetch, is_timed=self._progress.step > first)
@@ -178,6 +199,32 @@ class Trainer:
                     self._synchronize()
             self._do(self._due())
         return stopped_by
+
+    def _is_over(self) -> bool:
+        return self._length.is_finished() or stops_early(self._training, self._progress)
+
+    def _freeze_layers(self) -> bool:
+        """Freezes the lower layers once all have learned for `model.freeze_after`. Returns whether it did.
+
+        Evaluations and snapshots of the last step before come first, so that a resumed run repeats it.
+        """
+        step, first = self._progress.step, self._length.phases.freeze_step
+        if self._is_frozen or step < first or not isinstance(self._task, FreezesLayers):
+            return False
+        self._is_frozen = True
+        frozen, blocks = self._task.freeze_layers()
+        self._state.optimizer.drop_frozen()
+        self._length.budget.forget_steps()
+
+        def say(message: str) -> None:
+            if step == first:  # otherwise it is in the record of the resumed run
+                self._sinks.emit({"event": "warning", "step": step + 1, "cause": "layers", "message": message})
+
+        say(f"the embeddings and the lower {frozen} of {blocks} blocks stop learning after step {step:,}.")
+        owner = ActivationOwner(self._run.paths.root, self._control.is_interrupted)
+        if problem := keep_activations(self._run, self._task, self._show, owner):
+            say(problem)
+        return True
 
     def _follow_commands(self) -> int | None:
         """Handles requests, and waits while the run is paused. Returns the signal that ends the run, or None."""
@@ -271,6 +318,24 @@ class Trainer:
         self._validation.fit_head()
         self._saver.save(self._validation.metrics, is_last=self._length.is_finished())
 
+    def _choose_final_weights(self) -> int:
+        """Loads the weights of the best snapshot if the final model is to have them; returns the step of the weights.
+
+        If that snapshot is damaged, warns and keeps those of the last step.
+        """
+        progress = self._progress
+        if not ends_with_best(self._training, progress) or progress.best_step in (None, progress.step):
+            return progress.step
+        best = Snapshot.of(self._run.paths.snapshots, progress.best_step)
+        self._show(f"loading {best.folder.name}", 0, 0)
+        if problem := self._run.execution.group.broadcast_object(best.problem):
+            self._sinks.warn(f"{problem} The final model is therefore that of the last step, not of the best one.")
+            return progress.step
+        load_weights(self._state, best)
+        if best.step < self._length.phases.freeze_step and isinstance(self._task, KeepsActivations):
+            self._task.forget_activations()
+        return best.step
+
     def _show_first_steps(self, first: int) -> None:
         """Displays progress up to the first logged step, because the first step may spend a minute compiling."""
         every, step = self._training.logging_steps, self._progress.step
@@ -294,11 +359,12 @@ class Trainer:
             except SansGPUError as error:  # only a warning: the loss of the rank is the error to report
                 self._sinks.warn(str(error))
 
-    def _end(self, reason: str, stopped_by: int | None = None) -> TrainingResult:
-        end = TrainingResult(self._run.paths.root, reason, self._progress.step, self._saver.newest, stopped_by)
-        name = end.snapshot.folder.name if end.snapshot else None
+    def _end(self, reason: str, final_step: int | None, stopped_by: int | None = None) -> TrainingResult:
+        newest, paths = self._saver.newest, self._run.paths
+        end = TrainingResult(paths.root, reason, self._progress.step, newest, final_step, stopped_by)
         event = {"event": "end", "step": end.step, "time": now(), "reason": reason}
-        self._sinks.emit({**event, "seconds": self._length.elapsed_seconds(), "snapshot": name})
+        name, seconds = newest.folder.name if newest else None, self._length.elapsed_seconds()
+        self._sinks.emit({**event, "seconds": seconds, "snapshot": name, "final_step": final_step})
         return end
 
 

@@ -92,13 +92,19 @@ class Optimizer:
         return {**owned, **dict.fromkeys(sorted(cut), RowSharded(self._group))}
 
     def _reducer_of(self, model: nn.Module) -> Reducer:
-        """Returns a reducer for all weights except those whose gradients fully_shard reduces."""
-        by_name = {w.name: w for w in self.weights if not isinstance(w.placement, RowSharded)}
+        """Returns a reducer for all weights except frozen ones, and those whose gradients fully_shard reduces."""
+        reduced = [w for w in self.weights if w.parameter.requires_grad and not isinstance(w.placement, RowSharded)]
+        by_name = {w.name: w for w in reduced}
         in_order = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
         reducer = Reducer(self._group, in_order, message_dtype(self._training))
         for weight in in_order:
             weight.on_gradient = reducer.arrived
         return reducer
+
+    def drop_frozen(self) -> None:
+        """Stops reducing gradients of weights that the model has frozen; their values and moments stay unchanged."""
+        if self._reducer is not None:
+            self._reducer = self._reducer_of(self._model)
 
     def _set_dtypes(self, weight: TrainedWeight) -> None:
         """Gives a weight its master copy, casts its parameter to the compute dtype and collects its gradients."""
@@ -233,8 +239,12 @@ class Optimizer:
         return weight.placement.gather_to_main(tensor, weight.as_unsharded(tensor).shape)
 
     def release_state(self) -> None:
-        """Writes the fp32 weights back to the model (on rank 0 only if sharded) and ends training."""
+        """Writes the fp32 weights back to the model (on rank 0 only if sharded) and ends training.
+
+        Weights that were frozen during training require gradients again, as all weights that the run has changed.
+        """
         for weight in self.weights:
+            weight.parameter.requires_grad_(True)
             if weight.hook is not None:
                 weight.hook.remove()
                 weight.parameter.gradient_sum = None  # type: ignore[attr-defined]

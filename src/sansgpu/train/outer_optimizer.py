@@ -48,12 +48,16 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Averages changes and moments over all ranks, and applies the outer step to the weights."""
-        for weight in self._weights:
+        """Averages changes and moments over all ranks, and applies the outer step to the weights.
+
+        Frozen weights are left out, because the outer momentum would change them.
+        """
+        weights = [weight for weight in self._weights if weight.parameter.requires_grad]
+        for weight in weights:
             weight.master.sub_(self._synchronized[weight.name])
-        average([w.master for w in self._weights], self._group, self._dtype)
-        average([moment for w in self._weights for moment in w.moments.values()], self._group, MOMENT_DTYPE)
-        for weight in self._weights:
+        average([w.master for w in weights], self._group, self._dtype)
+        average([moment for w in weights for moment in w.moments.values()], self._group, MOMENT_DTYPE)
+        for weight in weights:
             change, momentum = weight.master, self.momenta[f"{_MOMENTUM}.{weight.name}"]
             momentum.mul_(OUTER_MOMENTUM).add_(change)
             new = self._synchronized[weight.name]

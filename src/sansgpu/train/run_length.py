@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from sansgpu.config import ConfigError
@@ -15,7 +15,7 @@ from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
 from sansgpu.events.progress import Warn
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.schedule import learning_rate
+from sansgpu.train.schedule import ONE_PHASE, StepPhases, default_epochs, learning_rate, usual_epochs
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.state import TrainState
 
@@ -57,7 +57,9 @@ class Budget:
     validation_share: float  # estimated duration of an evaluation / duration of a step
     snapshot_bytes: int
     export_bytes: int
+    final_evaluations: int = 1  # 2 if the best snapshot predicts again
     wall_clock: Callable[[], datetime] = datetime.now
+    phases: StepPhases = ONE_PHASE
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _evaluation_seconds: float | None = None
     _save_seconds: float = 0.0
@@ -76,6 +78,10 @@ class Budget:
     def record_step(self, seconds: float) -> None:
         """Records the duration of a step. The first step of a process is excluded because it compiles."""
         self._steps.append(seconds)
+
+    def forget_steps(self) -> None:
+        """Forgets the recorded steps, because those to come take a different time."""
+        self._steps.clear()
 
     def record_evaluation(self, seconds: float) -> None:
         """Records how long the loop waited for an evaluation, its sample and its snapshot."""
@@ -98,15 +104,15 @@ class Budget:
             return 0
         if not self._steps:
             return None
-        usable, step = left - self._reserve(), self._step()
+        usable = left - self._reserve()
         if usable < 0:
             return 0
-        counts = range(int(usable / step) + 1)
-        return bisect_right(counts, usable, key=lambda n: n * step + self._pause_seconds(done, n)) - 1
+        counts = range(int(usable / (self._unit(done) * min(1.0, self.phases.later_work))) + 1)
+        return bisect_right(counts, usable, key=lambda n: self._seconds(done, n) + self._pause_seconds(done, n)) - 1
 
-    def idle_ratio(self, steps: int) -> float:
-        """Returns the share of the total budget that would be unused after `steps` more steps."""
-        spare = self.seconds_left() - self._reserve() - steps * self._step()
+    def idle_ratio(self, done: int, more: int) -> float:
+        """Returns the share of the total budget that would be unused after `more` steps after the first `done`."""
+        spare = self.seconds_left() - self._reserve() - self._seconds(done, more)
         return spare / self._total if self._total and spare > 0 else 0.0
 
     def worth_more(self) -> bool:
@@ -126,6 +132,14 @@ class Budget:
     def _step(self) -> float:
         return sum(self._steps) / max(1, len(self._steps))
 
+    def _unit(self, done: int) -> float:
+        """Returns the duration of a step in which all layers learn, from the recorded steps before step `done`."""
+        return self._step() / self.phases.step_work(done - 1)
+
+    def _seconds(self, done: int, more: int) -> float:
+        """Returns the duration of `more` steps after the first `done`."""
+        return self.phases.work(done, more) * self._unit(done)
+
     def _pause_seconds(self, done: int, more: int) -> float:
         """Returns seconds of evaluations and snapshots after steps `done` to `done + more - 1`."""
         training = self.training
@@ -140,7 +154,7 @@ class Budget:
         # The last snapshot waits for one that is still being written.
         snapshots = 2 if self.training.save_steps or self.training.eval_steps else 1
         written = snapshots * self.snapshot_bytes + self.export_bytes
-        return self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
+        return self.final_evaluations * self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
 
     def _evaluation(self) -> float:
         if self._evaluation_seconds is not None:
@@ -157,6 +171,7 @@ class RunLength:
         self._training, self._group = run.config.training, run.execution.group
         self._earlier_seconds = 0.0  # taken by the run's earlier processes
         self._warned = False
+        self.phases = run.phases
         weights, moments = (sum(t.nbytes for t in tensors.values()) for tensors in (state.weights(), state.moments()))
         self.budget = Budget(
             self._training,
@@ -164,6 +179,7 @@ class RunLength:
             run.steps_per_evaluation,
             snapshot_bytes=weights + moments,
             export_bytes=weights,
+            phases=self.phases,
         )
 
     @property
@@ -179,6 +195,15 @@ class RunLength:
         planned = self._progress.total_steps
         if self._training.time_limited and planned and (self._progress.step < planned or finished):
             self.total_steps = min(self._run.total_steps, planned)
+
+    def expected_steps(self) -> int | None:
+        """Returns the steps after which the run will probably end, or None without a time limit."""
+        if not self._training.time_limited:
+            return None
+        if self.total_steps < self._run.total_steps:
+            return self.total_steps  # planned before the run was interrupted
+        done, budget = self._progress.step, replace(self.budget, _steps=deque([self._run.step_seconds]))
+        return min(self.total_steps, done + max(1, budget.steps_left(done) or 0))
 
     def schedule_change(self, recorded: Sequence[Event]) -> str | None:
         """Describes what a resumed run does whose number of steps differs from the recorded one."""
@@ -207,7 +232,9 @@ class RunLength:
 
     def eta_seconds(self, step_seconds: float) -> float:
         left = max(0.0, self.budget.seconds_left())
-        return min(left, (self.total_steps - self._progress.step) * step_seconds)
+        step = self._progress.step
+        work = self.phases.work(step, max(0, self.total_steps - step)) / self.phases.step_work(step - 1)
+        return min(left, work * step_seconds)
 
     def is_finished(self) -> bool:
         max_tokens = self._training.max_tokens
@@ -238,10 +265,17 @@ class RunLength:
         if fitting is None:
             return self.total_steps
         total = min(max_steps, step + fitting)
-        if not self._warned and self.budget.idle_ratio(max_steps - step) > EARLY_END_RATIO:
+        if not self._warned and self.budget.idle_ratio(step, max_steps - step) > EARLY_END_RATIO:
             self._warned = True
-            self._warn(
-                f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its "
-                "time limit; set them to null to use all of the time."
-            )
+            self._warn_of_unused_time(total)
         return total
+
+    def _warn_of_unused_time(self, total: int) -> None:
+        """Warns that a limit other than the time ends the run early, unless that is the task's default."""
+        if default_epochs(self._run.config) is not None:
+            return
+        more = "set them to null to use all" if usual_epochs(self._run.config) is None else "raise them to use more"
+        self._warn(
+            f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its time "
+            f"limit; {more} of the time."
+        )

@@ -76,7 +76,7 @@ class StepLog:
         self._process = psutil.Process()
         self._process.cpu_percent()  # later calls return the use since the one before
         self._was_busy, self._repeats_left = False, MAX_REPEATS
-        # seconds, tokens, tokens that were computed, and seconds by phase
+        # seconds, tokens, FLOPs, and seconds by phase
         self._steps: list[tuple[float, int, float, dict[str, float]]] = []
 
     def restore(self, recorded: Sequence[Event]) -> None:
@@ -91,14 +91,14 @@ class StepLog:
 
     def add(self, seconds: float, data_seconds: float, result: StepResult) -> None:
         phases = {"data": data_seconds, **result.phase_seconds}
-        self._steps.append((seconds, result.tokens, result.computed_tokens, phases))
+        flops = self._task.flops_per_token * result.computed_tokens  # now, because it changes if layers are frozen
+        self._steps.append((seconds, result.tokens, flops, phases))
 
     def event(self, progress: Progress, result: StepResult, lr: float, total_steps: int) -> Event:
         """Returns the event for the steps since the last one; the caller adds elapsed time, ETA and threads."""
         steps, self._steps = self._steps, []
         seconds, tokens = sum(step[0] for step in steps), sum(step[1] for step in steps)
-        computed = sum(step[2] for step in steps)
-        flops_per_second, system = self._task.flops_per_token * computed / seconds, self._system()
+        flops_per_second, system = sum(step[2] for step in steps) / seconds, self._system()
         self._correct_gemm(flops_per_second, system or {})
         event = {
             "event": "step",

@@ -54,6 +54,7 @@ class Progress(BaseModel):
     total_steps: Count | None = None  # estimated from the remaining time if the run is time-limited
     best_loss: _Loss | None = None
     best_step: Count | None = None
+    evaluations_since_best: Count = 0  # in a row, each with a higher loss than the best or one that is not finite
     logged_loss: _Loss = 0.0  # loss sum since the last step event
     logged_targets: Count = 0
     logged_sums: Sums = {}  # the task's sums since the last step event
@@ -61,6 +62,15 @@ class Progress(BaseModel):
     def add_step(self, tokens: int) -> None:
         self.step += 1
         self.tokens += tokens
+
+    def add_evaluation(self, loss: float | None) -> None:
+        """Updates the best validation loss with that of the current step; None if it is not finite."""
+        if not self.step:
+            return  # untrained weights have no snapshot
+        if loss is not None and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.best_step, self.evaluations_since_best = loss, self.step, 0
+        elif self.best_step is not None:
+            self.evaluations_since_best += 1
 
     def add_logged(self, sums: Sums) -> None:
         """Adds the sums of steps: those of the task, and the ones named LOSS and TARGETS."""

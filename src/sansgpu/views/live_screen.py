@@ -98,7 +98,8 @@ def _headline(shown: ScreenState, width: int) -> Text:
 
 
 def _total(shown: ScreenState) -> int | None:
-    total: int | None = (shown.step or shown.start).get("total_steps")
+    last = shown.step or shown.start
+    total: int | None = last.get("expected_steps") or last.get("total_steps")
     return total
 
 

@@ -224,6 +224,7 @@ def _loading_code(model: _Model) -> str:
 def _procedure(model: _Model) -> dict[str, str]:
     start, training, settings = model.record.start, model.record.section("training"), model.record.section("model")
     adapter = settings.get("adapter", "none")
+    ratio = training.get("warmup_ratio")
     adapter_words = f"{adapter}, rank {settings.get('lora_rank')}"
     if adapter == "continue":
         adapter_words = f"trained further from {_shown(str(settings.get('name_or_path')))}"
@@ -233,7 +234,7 @@ def _procedure(model: _Model) -> dict[str, str]:
         "tokens per step": f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else "",
         "optimizer": f"{training.get('optimizer')}, weight decay {training.get('weight_decay')}",
         "learning rate": f"{training.get('learning_rate')} peak, {training.get('lr_scheduler')} schedule, "
-        + counted(training.get("warmup_steps") or 0, "warmup step"),
+        + (counted(training.get("warmup_steps") or 0, "warmup step") if ratio is None else f"{ratio:.0%} warmup"),
         "adapter": "" if adapter == "none" else adapter_words + ("" if model.adapter else ", merged into the model"),
         "precision": str(start.get("precision", "")),
         "seed": str(training.get("seed")),

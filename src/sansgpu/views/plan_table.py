@@ -48,6 +48,9 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
             f"{pace(plan['tokens_per_second'])}, {plan['step_seconds']:.3g} s per step"
             + (f", {share:.0%} of what matrix products and memory bandwidth allow" if share else ""),
         )
+        if plan["freeze_step"] and plan["later_step_seconds"]:
+            after = f"after {counted(plan['freeze_step'], 'step')}, when layers stop learning"
+            table.add_row("", f"{plan['later_step_seconds']:.3g} s per step {after}")
     else:
         table.add_row("speed", "not measured, because three layers do not fit into memory")
     if plan["total_steps"] and plan["total_tokens"]:

@@ -97,9 +97,18 @@ class RunRecord:
 
     @property
     def end_reason(self) -> str | None:
-        """done, interrupted or out_of_time; None if the run is active or was killed."""
-        ends = self.events_named("end")  # a resumed run removes the end event of the interrupted process
-        return str(ends[-1]["reason"]) if ends else None
+        """done, interrupted, out_of_time or early_stopping; None if the run is active or was killed."""
+        return str(self._end["reason"]) if self._end else None
+
+    @property
+    def final_step(self) -> int | None:
+        """The step whose weights final/ has; None if it is not written, or written by an older version."""
+        return self._end.get("final_step")
+
+    @property
+    def _end(self) -> Event:
+        """The end event, or an empty dict. A resumed run removes that of the interrupted process."""
+        return next(reversed(self.events_named("end")), {})
 
     @property
     def step(self) -> int:
@@ -108,9 +117,9 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned steps according to the last step event."""
-        totals = [event.get("total_steps") for event in (self.start, *self.steps)]
-        return totals[-1] if totals else None
+        """The planned steps according to the last step event, or the expected ones before the first."""
+        last = self.steps[-1] if self.steps else self.start
+        return last.get("expected_steps") or last.get("total_steps")
 
     @property
     def seconds(self) -> float:

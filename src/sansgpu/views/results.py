@@ -22,7 +22,12 @@ from sansgpu.views.tables import storage
 from sansgpu.views.terminal import clock
 
 NOT_FINITE = "not finite"  # shown for a number that is null in an event
-STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
+STATES = {
+    "done": "done",
+    "out_of_time": "out of time",
+    "interrupted": "interrupted",
+    "early_stopping": "stopped early",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class RunSummary:
     state: str = "broken"
     step: int | None = None
     total_steps: int | None = None
+    final_step: int | None = None  # the step whose weights final/ has
     loss: float | None = None
     validation_loss: float | None = None
     best_loss: float | None = None
@@ -83,6 +89,7 @@ def summarize(record: RunRecord, held: bool = False) -> RunSummary:
         state=STATES.get(record.end_reason or "", "training" if held else "killed"),
         step=record.step,
         total_steps=record.total_steps,
+        final_step=record.final_step,
         loss=steps[-1].get("loss") if steps else None,
         validation_loss=last_evaluation.get("loss"),
         best_loss=best["loss"] if best else None,
@@ -157,6 +164,10 @@ def _steps(found: RunSummary) -> str:
     return f"{found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
 
 
+def _final(found: RunSummary) -> str | None:
+    return None if found.final_step in (None, found.step) else f"of step {found.final_step:,}, the best snapshot"
+
+
 def _best(found: RunSummary) -> str | None:
     best = _main("best")(found)
     return None if best is None else f"{best} at step {found.best_step:,}"
@@ -188,6 +199,7 @@ _FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
     "state": lambda found: str(found.state),
     "task": lambda found: str(found.task),
     "steps": _steps,
+    "final model": _final,
     "validation {metric}, best": _best,
     "validation {metric}, last": _main("validation"),
     "training {metric}, last": _main("training"),

@@ -87,7 +87,7 @@ class Terminal:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _start(self, event: Event) -> None:
-        self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
+        self._settings = settings_of(event["task"])
         self._folder, self._resumed_from = event["output_dir"], event.get("resumed_from")
         resumed = f", resumed from {self._resumed_from}" if self._resumed_from else ""
         trained = event["trained_parameters"]
@@ -104,6 +104,8 @@ class Terminal:
             f"{event['optimizer']} at a learning rate of {event['learning_rate']:g}, "
             f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
+        if _ends_before_time(event):
+            self._print(f"{event['total_epochs']:.3g} epochs, which probably end before the time limit")
         for message in data_messages(event):
             self._print(message)
 
@@ -140,12 +142,19 @@ class Terminal:
             self._print(f"sample: {text}", style="dim")
 
     def _end(self, event: Event) -> None:
-        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
+        reasons = {
+            "done": "done",
+            "interrupted": "interrupted and saved",
+            "out_of_time": "done at its time limit",
+            "early_stopping": "stopped early, because the validation loss no longer fell,",
+        }
         next_step = ""
         if self._folder is not None and event["reason"] == "interrupted":
             next_step = f"; continue with: sansgpu train --resume --output-dir {shlex.quote(self._folder)}"
         elif self._folder is not None:
-            next_step = f"; the model is in {RunPaths(Path(self._folder)).final}"
+            final_step = event.get("final_step")
+            of_best = "" if final_step in (None, event["step"]) else f" of step {final_step:,}, the best one,"
+            next_step = f"; the model{of_best} is in {RunPaths(Path(self._folder)).final}"
         took = duration(event["seconds"])
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {took}{next_step}")
 
@@ -316,9 +325,19 @@ class _Activity:
 
 
 def _length(event: Event) -> str:
-    if event["total_steps"]:
-        return counted(event["total_steps"], "step")
-    return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
+    total, expected = event["total_steps"], event.get("expected_steps")
+    if total:
+        if expected is None or expected >= total:
+            return counted(total, "step")
+        return f"about {expected:,} of {total:,} steps, as many as the time allows,"
+    steps = f"about {counted(expected, 'step')}" if expected else "steps"
+    return f"{steps} until {event['until']}" if event["until"] else f"{steps} for {duration(event['max_hours'] * 3600)}"
+
+
+def _ends_before_time(event: Event) -> bool:
+    """Returns whether the run will probably have read all its epochs before its time is over."""
+    expected = event.get("expected_steps")
+    return expected is not None and expected == event["total_steps"] and bool(event.get("total_epochs"))
 
 
 def clock_of(moment: str) -> str:

@@ -50,13 +50,13 @@ def init(file: Path, answers: InitAnswers, force: bool, progress: ReportProgress
     """Writes the file and returns its path, the configuration and the next commands. Raises ConfigError."""
     require_new(file, force)
     purpose, answers = checked(answers)
-    from_scratch = purpose.model is None
-    if from_scratch:
+    if purpose.model is None:
         config, head = _from_scratch(answers, progress)
     else:
         config, head = _fine_tuned(answers, purpose, progress, warn)
+    knows_rate = "learning_rate" in config.training.model_fields_set  # it depends on the model
     comments = {
-        **({} if from_scratch else {"training.learning_rate": "peak learning rate"}),
+        **({"training.learning_rate": "peak learning rate"} if knows_rate else {}),
         "training.num_epochs": "maximum passes over the training split",
         "training.max_hours": f"maximum hours; the run ends after {_duration(answers.hours)}, or after num_epochs if "
         "that is earlier",

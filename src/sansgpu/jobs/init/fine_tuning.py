@@ -63,6 +63,8 @@ def fitting_run(config: Config, answers: InitAnswers, progress: ReportProgress, 
     except ConfigError as error:
         warn(f"{str(error).rstrip('.')}; the memory estimate is therefore skipped.")
         return None
+    rate = [("training.learning_rate", run.config.training.learning_rate)]
+    config, sized = change_config(config, rate), change_config(sized, rate)
     memory = answers.memory or run.available
     if run.memory.fits(memory):
         return FittingRun(config, run.memory.least, memory)

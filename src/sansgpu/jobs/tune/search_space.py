@@ -128,7 +128,8 @@ def _default_space(config: Config) -> Values:
         values: Values = {"training.learning_rate": {"log": [rate / NARROW, rate * NARROW]}}
         if epochs and not any((training.max_steps, training.max_tokens, training.time_limited)):
             values["training.num_epochs"] = _around(epochs)
-        values["training.warmup_steps"] = _around(warmup) if warmup else [0, 10, 50]
+        if training.warmup_ratio is None:
+            values["training.warmup_steps"] = _around(warmup) if warmup else [0, 10, 50]
         if model.adapter in ("lora", "dora"):
             values["model.lora_rank"] = _around(model.lora_rank)
         return values
@@ -138,7 +139,7 @@ def _default_space(config: Config) -> Values:
         "training.gradient_accumulation_steps": _around(training.gradient_accumulation_steps),
         "training.weight_decay": {"log": [decay / WIDE, decay * WIDE]} if decay else [0.0, 0.01, 0.1],
     }
-    if warmup:
+    if warmup and training.warmup_ratio is None:
         values["training.warmup_steps"] = sorted({max(1, warmup // 4), warmup, 2 * warmup})
     if config.settings.default("model", "dropout", 0.0):
         values["model.dropout"] = sorted({0.0, 0.1, 0.2, model.dropout})

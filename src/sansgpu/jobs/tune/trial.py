@@ -65,7 +65,7 @@ def chosen_config(config: Config, values: Values, length: Length) -> Config:
     settings: list[tuple[str, Any]] = []
     if length.tokens is not None:
         settings += [("training.max_tokens", length.tokens), ("training.max_steps", None)]
-    if "training.warmup_steps" not in values:
+    if "training.warmup_steps" not in values and config.training.warmup_ratio is None:
         settings.append(("training.warmup_steps", round(config.training.warmup_steps * before / batch)))
     return change_config(changed, settings)
 
@@ -86,6 +86,8 @@ def trial_config(config: Config, values: Values, length: Length) -> Config:
         "eval_on_start": False,
         "save_steps": 0,  # the best evaluation so far is saved anyway
         "keep_last": 1,
+        "early_stopping_patience": None,
+        "load_best_model_at_end": False,
         "report_to": "none",
         "logging_dir": None,
         "checkpoint_dir": None,

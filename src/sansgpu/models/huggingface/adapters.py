@@ -14,6 +14,7 @@ from torch import nn
 
 from sansgpu.config import ConfigError
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.section import AUTO
 from sansgpu.config.wording import first_line, shown
 from sansgpu.models import families
 from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base, write_folder_atomically
@@ -181,12 +182,13 @@ def _lora_config(loaded: PreTrainedModel, model: ModelConfig) -> LoraConfig:
 
 
 def _names_in_frozen_blocks(loaded: PreTrainedModel, model: ModelConfig) -> str | None:
-    """Returns a regular expression for the names of modules in blocks that are not trained; None without such blocks.
+    """Returns a regular expression for the names of modules in blocks that are never trained; None without such blocks.
 
     Raises ConfigError if the model has fewer blocks than `model.trained_layers`.
     """
     blocks = blocks_of(loaded)
-    frozen = {id(block) for block in blocks[: len(blocks) - model.trained_blocks(len(blocks))]}
+    trained = model.trained_blocks(len(blocks))
+    frozen = {id(block) for block in blocks[: len(blocks) - trained if model.freezes_at_start else 0]}
     names = [re.escape(name) for name, module in loaded.named_modules() if id(module) in frozen]
     return rf"({'|'.join(names)})\..*" if names else None
 
@@ -290,18 +292,21 @@ def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) 
     return load_pretrained(frozen_base(model), head, seed)
 
 
-def freeze_layers(loaded: PreTrainedModel, model: ModelConfig) -> FrozenLayers | None:
-    """Freezes what is below the last `model.trained_layers` blocks, and returns it; None if all blocks are trained.
+def lower_layers(loaded: PreTrainedModel, model: ModelConfig) -> FrozenLayers | None:
+    """Returns what is below the last `model.trained_layers` blocks; None if all blocks are always trained.
 
-    Raises ConfigError if the model has fewer blocks.
+    It is frozen if it is not trained first. Raises ConfigError if the model has fewer blocks.
     """
-    if model.trained_layers is None:
+    if model.trained_layers in (None, AUTO):
         return None
     blocks, tokens = blocks_of(loaded), probe_tokens(loaded, FROZEN_PROBE)[None].to(loaded.device)
     trained = model.trained_blocks(len(blocks))
     autocast = nullcontext() if loaded.device.type == "meta" else autocast_of(loaded)
     with reading(loaded), torch.enable_grad(), autocast:
-        return FrozenLayers(loaded, blocks, trained, lambda: body_of(loaded)(input_ids=tokens))
+        layers = FrozenLayers(loaded, blocks, trained, lambda: body_of(loaded)(input_ids=tokens))
+    if model.freezes_at_start:
+        layers.freeze(learned=False)
+    return layers
 
 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:

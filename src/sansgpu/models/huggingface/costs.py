@@ -13,10 +13,11 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats
-from sansgpu.models.huggingface.adapters import add_adapter, freeze_layers
+from sansgpu.models.huggingface.adapters import add_adapter, lower_layers
 from sansgpu.models.huggingface.pretrained import Head, meta_model, shortened_configs
 from sansgpu.models.huggingface.probes import can_pack, may_share
 from sansgpu.models.huggingface.source import base_precision, stored_weights
+from sansgpu.models.kept_states import activation_form, bytes_per_token
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, QuantizedWeights, module_shape
 
 _PROCESS_BYTES = 510 << 20  # a process that has imported torch, transformers and peft, with their buffers
@@ -37,7 +38,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     if settings.adapter != "none":
         with torch.device("meta"):
             add_adapter(model, settings, 0)
-    freeze_layers(model, settings)
+    lower_layers(model, settings)
     packs = can_pack(model)
     patch_model(model)
     shares = packs and may_share(model)
@@ -47,7 +48,8 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     shape = module_shape(model, int(config.hidden_size), _heads(config), vocabulary, outputs)
     shortens = any(True for _ in shortened_configs(settings, head, 1))
     shape = replace(shape, packs=packs, shares=shares, shortens=shortens)
-    shape = replace(shape, trained_layers=settings.trained_blocks(shape.layers))
+    trained = settings.trained_blocks(shape.layers) if settings.freezes_at_start else shape.layers
+    shape = replace(shape, trained_layers=trained)
     return replace(shape, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
 
 
@@ -97,10 +99,13 @@ class PretrainedCosts(ModuleCosts):
 
     @property
     def skips_frozen(self) -> bool:
-        return bool(self.model.keep_activations)
+        return self.model.freezes_at_start and bool(self.model.keep_activations)
+
+    def kept_token_bytes(self, execution: Execution) -> int:
+        return bytes_per_token(activation_form(self.model, execution.precision), self.width)
 
     def head_bytes(self, execution: Execution) -> int:
-        shape, all_trained = self.shape, self.model.trained_layers is None
+        shape, all_trained = self.shape, not self.model.freezes_at_start
         is_table = shape.outputs == shape.vocabulary and (all_trained or shape.head > 0)  # a tied head may be frozen
         trained = self.model.adapter == "none" and is_table
         return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained)

@@ -90,6 +90,7 @@ SETTINGS = TaskSettings(
     sections=(EmbeddingDataConfig, EmbeddingTrainingConfig),
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    scales_rate=True,
     problems=fine_tuning_problems,
     rows="text groups",
     metrics=EMBEDDING_METRICS,

@@ -158,7 +158,7 @@ _FILE = "log_probabilities.npy"
 # The keys of a model that do not change the reference, which is the model before training.
 _TRAINING_KEYS = {
     "name_or_path", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter",
-    "trained_layers", "keep_activations",
+    "trained_layers", "freeze_after", "keep_activations",
 }  # fmt: skip
 
 

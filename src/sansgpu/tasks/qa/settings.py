@@ -7,7 +7,7 @@ from pydantic import Field
 from sansgpu.config.data import DataConfig
 from sansgpu.config.section import CHANGEABLE
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, percentage
-from sansgpu.tasks.settings import FINE_TUNED, SMALL_ENCODER, fine_tuning_problems
+from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems
 
 _COMMAND = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
@@ -54,6 +54,8 @@ SETTINGS = TaskSettings(
     purpose=Purpose("find answers in text", "questions with contexts and answers, as in SQuAD", SMALL_ENCODER),
     sections=(AnswerDataConfig,),
     defaults={"training": {**FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
+    adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    scales_rate=True,
     problems=fine_tuning_problems,
     rows="questions",
     metrics=QUESTION_METRICS,

@@ -40,6 +40,7 @@ SETTINGS = TaskSettings(
         "data": {"max_length": 128, "doc_stride": 32, "validation_split": 0.1},
     },
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    scales_rate=True,
     problems=_tag_problems,
     rows="tagged texts",
     metrics=TAG_METRICS,
