@@ -38,7 +38,11 @@ def assert_near(found: torch.Tensor | None, exact: torch.Tensor | None, dtype: t
 
 
 def assert_same_as_exact(
-    values: Values, narrow: int, dtype: torch.dtype, kernel: Callable[[Values], States], exact: Callable[[Values], States]
+    values: Values,
+    narrow: int,
+    dtype: torch.dtype,
+    kernel: Callable[[Values], States],
+    exact: Callable[[Values], States],
 ) -> None:
     """Compares outputs, states and gradients; the first `narrow` of the values have the dtype, the others are fp32."""
     ours = [value.to(dtype if place < narrow else torch.float32) for place, value in enumerate(values)]
@@ -71,8 +75,8 @@ def delta_values(tokens: int, heads: tuple[int, int], sizes: tuple[int, int], ha
 @example([64, 0, 129], 1, 20, 16, 8, False, False, torch.float32, 0)  # more value heads than a unit of work has
 @example([130], 2, 1, 40, 24, True, True, torch.float32, 0)
 def test_delta_rule(
-    native_kernels: str, lengths: list[int], key_heads: int, group: int, d: int, e: int, has_beta: bool, normalized: bool,
-    dtype: torch.dtype, seed: int,
+    native_kernels: str, lengths: list[int], key_heads: int, group: int, d: int, e: int, has_beta: bool,
+    normalized: bool, dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
     starts = starts_of(lengths)
     options = DeltaRuleOptions(starts, 0.5, normalized, returns_states=True)
@@ -142,7 +146,9 @@ def test_states_continue_sequences(native_kernels: str, has_beta: bool) -> None:
 
 
 def test_scans_continue_sequences(native_kernels: str) -> None:
-    x, steps, rates, into, out, skip = random_values(0, (1, 50, 40), (1, 50, 40), (40, 16), (1, 50, 16), (1, 50, 16), (40,))
+    x, steps, rates, into, out, skip = random_values(
+        0, (1, 50, 40), (1, 50, 40), (40, 16), (1, 50, 16), (1, 50, 16), (40,)
+    )
 
     def run(first: int, end: int, initial: torch.Tensor | None) -> States:
         part = [value[:, first:end] for value in (x, F.softplus(steps))], [value[:, first:end] for value in (into, out)]
@@ -165,7 +171,9 @@ def test_results_do_not_depend_on_threads(native_kernels: str) -> None:
         mixed = short_convolution(x, weight, bias, starts, silu=True)
         inputs = ScanInputs(mixed, F.softplus(x), -weight.abs(), x[..., :4].sin(), x[..., 4:8].cos(), bias)
         scanned = selective_scan(inputs, starts).out
-        grads = torch.autograd.grad((out * out).sum() + (scanned * scanned).sum(), (q, k, v, decay, beta, x, weight, bias))
+        grads = torch.autograd.grad(
+            (out * out).sum() + (scanned * scanned).sum(), (q, k, v, decay, beta, x, weight, bias)
+        )
         return [out, mixed, scanned, *grads]
 
     assert_equal_on_all_threads(compute)

@@ -1,13 +1,14 @@
 """The gated delta rule (arXiv 2412.06464), and linear attention with decays as in Mamba 2 (arXiv 2405.21060).
 
-Each head has a state S (d, e), a memory from which a query reads q S. Token t first lets it decay, S *= exp(decay_t), then
-writes v_t at its key k_t: S += k_t^T x_t with x_t = v_t or, with the delta rule, x_t = beta_t (v_t - k_t S), which is the
-part of the value that the state does not predict. B rows, T tokens, N = B T, H value heads, K key heads of which each
-serves H / K consecutive value heads, d features of queries and keys, e of values, S sequences.
+Each head has a state S (d, e), a memory from which a query reads q S. Token t first lets it decay, S *= exp(decay_t),
+then writes v_t at its key k_t: S += k_t^T x_t with x_t = v_t or, with the delta rule, x_t = beta_t (v_t - k_t S), which
+is the part of the value that the state does not predict. B rows, T tokens, N = B T, H value heads, K key heads of which
+each serves H / K consecutive value heads, d features of queries and keys, e of values, S sequences.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,13 +35,16 @@ class DeltaRuleOptions(NamedTuple):
     returns_states: bool = False
 
 
+_DEFAULTS = DeltaRuleOptions()
+
+
 def reference_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor | None,
-    options: DeltaRuleOptions = DeltaRuleOptions(),
+    options: DeltaRuleOptions = _DEFAULTS,
     initial: torch.Tensor | None = None,
 ) -> States:
     """Computes `delta_rule` token by token, in any dtype."""
@@ -51,7 +55,7 @@ def reference_delta_rule(
     v, decay, beta = v.flatten(0, 1), decay.flatten(0, 1), None if beta is None else beta.flatten(0, 1)
     bounds = sequence_starts(options.starts, batch, time).tolist()
     outs, last = [], []
-    for number, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (first, end) in enumerate(pairwise(bounds)):
         state = v.new_zeros(heads, q.shape[-1], values) if initial is None else initial[number]
         for t in range(first, end):
             state = state * decay[t].exp()[:, None, None]
@@ -71,7 +75,7 @@ def delta_rule(
     v: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor | None,
-    options: DeltaRuleOptions = DeltaRuleOptions(),
+    options: DeltaRuleOptions = _DEFAULTS,
     initial: torch.Tensor | None = None,
 ) -> States:
     """Computes the gated delta rule or, without `beta`, linear attention with decays. Needs the kernels (`takes`).
@@ -79,7 +83,7 @@ def delta_rule(
     q and k (B, T, K, d), v (B, T, H, e) in fp32 or bf16, decay (B, T, H) in log, at most 0, beta (B, T, H). `initial`
     (S, H, d, e) fp32 are the states before the sequences, default zeros; gradients then cannot be computed.
     """
-    batch, time, heads, values = v.shape
+    batch, time, heads, _ = v.shape
     if q.shape != k.shape or q.shape[:2] != (batch, time) or heads % q.shape[2] or decay.shape != (batch, time, heads):
         raise RuntimeError(
             f"the delta rule expects q and k of shape (B, T, K, d), v (B, T, H, e) and decay (B, T, H), got "
@@ -110,9 +114,7 @@ class _Inputs(NamedTuple):
     def struct(self, normalized: bool) -> Any:
         """Returns the struct DeltaRule of native.h."""
         (batch, time, key_heads, dim), (heads, values) = self.q.shape, self.v.shape[2:]
-        pointers = {
-            name: None if tensor is None else tensor.data_ptr() for name, tensor in self._asdict().items()
-        }
+        pointers = {name: None if tensor is None else tensor.data_ptr() for name, tensor in self._asdict().items()}
         return structs()["DeltaRule"](
             N=batch * time, S=len(self.starts) - 1, H=heads, K=key_heads, d=dim, e=values,
             narrow=self.q.dtype == torch.bfloat16, normalized=normalized,
@@ -129,16 +131,8 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        options: DeltaRuleOptions,
-        initial: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, decay, beta, options, initial = arguments
         assert options.starts is not None
         ctx.dtypes = [x.dtype for x in (decay, decay if beta is None else beta)]
         wide = None if beta is None else beta.float().contiguous()
@@ -164,8 +158,7 @@ class _DeltaRule(torch.autograd.Function):
         scratch = [torch.empty(parts, *inputs.q.shape) for _ in range(2)]
         grads = [x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v, inputs.decay)]
         beta = None if inputs.beta is None else torch.empty_like(inputs.beta)
-        library.call(
-            "delta_rule_backward", struct, ctx.options.scale, grad.to(inputs.q.dtype).contiguous(), *scratch, *grads, beta
-        )  # fmt: skip
+        given = grad.to(inputs.q.dtype).contiguous()
+        library.call("delta_rule_backward", struct, ctx.options.scale, given, *scratch, *grads, beta)
         *rest, decay = grads
         return *rest, decay.to(ctx.dtypes[0]), None if beta is None else beta.to(ctx.dtypes[1]), None, None

@@ -1,11 +1,12 @@
 """The selective scan of Mamba (arXiv 2312.00752).
 
-Each channel has M states. Token t lets them decay and adds its input, s = exp(step_t rate) s + step_t in_t x_t, and reads
-y_t = out_t s + skip x_t. B rows, T tokens, N = B T, D channels, S sequences.
+Each channel has M states. Token t lets them decay and adds its input, s = exp(step_t rate) s + step_t in_t x_t, and
+reads y_t = out_t s + skip x_t. B rows, T tokens, N = B T, D channels, S sequences.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,7 +35,7 @@ def reference_selective_scan(
     x, steps, into, out = (value.flatten(0, 1) for value in (inputs.x, inputs.steps, inputs.into, inputs.out))
     bounds = sequence_starts(starts, batch, time).tolist()
     found, last = [], []
-    for number, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (first, end) in enumerate(pairwise(bounds)):
         state = x.new_zeros(inputs.rates.shape) if initial is None else initial[number]
         for t in range(first, end):
             state = state * (steps[t][:, None] * inputs.rates).exp() + (steps[t] * x[t])[:, None] * into[t]
@@ -76,7 +77,7 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         *values, starts, initial, returns_states = arguments
         given = ScanInputs(*values)
-        batch, time, channels = given.x.shape
+        batch, time, _ = given.x.shape
         dense = given.x.stride(2) == 1 and (batch == 1 or given.x.stride(0) == time * given.x.stride(1))
         x = given.x if dense else given.x.contiguous()
         inputs = ScanInputs(x, *(value.float().contiguous() for value in given[1:]))

@@ -1,7 +1,7 @@
 """Runs the recurrent layers of transformers models with our kernels: gated delta nets, Mamba and Mamba 2.
 
-transformers computes their recurrences and convolutions by functions of the module that defines the layer. The layer's own
-code runs here with kernels in their place, so that every family with such a layer is supported.
+transformers computes their recurrences and convolutions by functions of the module that defines the layer. The layer's
+own code runs here with kernels in their place, so that every family with such a layer is supported.
 
 B rows, T tokens, H value heads, K key heads, d features of queries and keys, e of values, D channels, S sequences.
 """
@@ -25,8 +25,8 @@ from sansgpu.kernels.short_convolution import short_convolution
 from sansgpu.models.layer_trials import with_forward
 from sansgpu.models.packed_masks import starts_in
 
-# Keyword argument of models with the starts of packed sequences, (S + 1,). Some families pass it on to recurrent layers,
-# others their mask.
+# Keyword argument of models with the starts of packed sequences, (S + 1,). Some families pass it on to recurrent
+# layers, others their mask.
 STARTS = "sequence_starts"
 
 
@@ -49,75 +49,49 @@ def _convolution(
 
 
 def _delta_rule(
-    starts: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    chunk_size: int = 64,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: object,
+    starts: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Replaces `torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`."""
-    options = DeltaRuleOptions(starts, query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel, output_final_state)
-    return delta_rule(query, key, value, g, beta, options, initial_state)
+    normalized, states = given.get("use_qk_l2norm_in_kernel", False), given.get("output_final_state", False)
+    options = DeltaRuleOptions(starts, query.shape[-1] ** -0.5, normalized, states)
+    return delta_rule(query, key, value, given["g"], given["beta"], options, given.get("initial_state"))
+
+
+def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    """Returns the step sizes of a state space model in fp32, from their projection before bias and softplus."""
+    steps = dt.float() if bias is None else dt.float() + bias.float()
+    return F.softplus(steps) if softplus else steps
 
 
 def _mamba2_scan(
-    starts: torch.Tensor | None,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **kwargs: object,
+    starts: torch.Tensor | None, hidden_states: torch.Tensor, dt: torch.Tensor, *matrices: torch.Tensor, **given: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Replaces `mamba2_chunk_scan`, whose states are (B, H, e, d)."""
-    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
-    values = hidden_states.float() * steps[..., None]
-    initial = None if initial_states is None else initial_states.transpose(2, 3)
-    options = DeltaRuleOptions(starts, returns_states=return_final_states)
-    dtype = hidden_states.dtype
-    out, last = delta_rule(C.to(dtype), B.to(dtype), values.to(dtype), steps * A.float(), None, options, initial)
-    if D is not None:
-        out = out + D[:, None] * hidden_states
+    """Replaces `mamba2_chunk_scan`, whose states are (B, H, e, d); `matrices` are Mamba's A, B and C."""
+    rates, keys, queries = matrices
+    steps = _steps(dt, given.get("dt_bias"), given.get("dt_softplus", False))
+    steps = steps.clamp(*given.get("dt_limit", (0.0, float("inf"))))
+    dtype, skip, initial = hidden_states.dtype, given.get("D"), given.get("initial_states")
+    values = (hidden_states.float() * steps[..., None]).to(dtype)
+    options = DeltaRuleOptions(starts, returns_states=given.get("return_final_states", False))
+    initial = None if initial is None else initial.transpose(2, 3)
+    out, last = delta_rule(queries.to(dtype), keys.to(dtype), values, steps * rates.float(), None, options, initial)
+    if skip is not None:
+        out = out + skip[:, None] * hidden_states
     return out if last is None else (out, last.transpose(2, 3))
 
 
 def _mamba_scan(
-    starts: torch.Tensor | None,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: object,
+    starts: torch.Tensor | None, hidden_states: torch.Tensor, dt: torch.Tensor, *matrices: torch.Tensor, **given: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Replaces `mamba_selective_scan`, whose inputs and output are (B, D, T)."""
-    steps = dt.transpose(1, 2).float()
-    steps = steps if delta_bias is None else steps + delta_bias.float()
-    skip = A.new_zeros(len(A)) if D is None else D
+    """Replaces `mamba_selective_scan`, whose inputs and output are (B, D, T); `matrices` are Mamba's A, B and C."""
+    rates, into, out_of = matrices
+    steps = _steps(dt.transpose(1, 2), given.get("delta_bias"), given.get("delta_softplus", False))
+    skip = rates.new_zeros(len(rates)) if given.get("D") is None else given["D"]
     x = hidden_states.transpose(1, 2)
-    steps = F.softplus(steps) if delta_softplus else steps
-    inputs = ScanInputs(x, steps, A, B.transpose(1, 2), C.transpose(1, 2), skip)
-    out, last = selective_scan(inputs, starts, states=return_last_state)
-    out = (out if z is None else out * F.silu(z.transpose(1, 2))).transpose(1, 2)
+    inputs = ScanInputs(x, steps, rates, into.transpose(1, 2), out_of.transpose(1, 2), skip)
+    out, last = selective_scan(inputs, starts, states=given.get("return_last_state", False))
+    gate = given.get("z")
+    out = (out if gate is None else out * F.silu(gate.transpose(1, 2))).transpose(1, 2)
     return out if last is None else (out, last)
 
 
@@ -156,7 +130,7 @@ def _own_forward(layer: Any) -> FunctionType:
 
 
 def use_recurrent_kernels(model: nn.Module) -> None:
-    """Makes the recurrent layers of a model use our kernels, in place. Trials decide whether that changes its outputs."""
+    """Makes the recurrent layers of a model use our kernels, in place."""
     for module in model.modules():
         forward = getattr(type(module), "forward", None)
         names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()) if forward else ()

@@ -16,8 +16,8 @@ from sansgpu.models.recurrent_layers import KernelRecurrence
 
 VOCABULARY = 128
 GQA = {
-    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 HEADS = {**GQA, "head_dim": 16}
 DELTA = {
@@ -26,7 +26,12 @@ DELTA = {
 }  # fmt: skip
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA, "rope_parameters": ROPE},
@@ -49,8 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16,
     },
     "zamba2": {
-        **GQA, "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "mamba_ngroups": 1, "n_mamba_heads": 8,
-        "mamba_d_state": 8, "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True,
+        **GQA, "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "mamba_ngroups": 1,
+        "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True,
     },
 }  # fmt: skip
 OFTEN = ("qwen3_5_text", "mamba", "granitemoehybrid")  # the others have the same layers, and their tests are long

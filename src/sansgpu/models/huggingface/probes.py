@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import MIN_ROWS, Linear
-from sansgpu.models.attention_windows import causal_window, encoder_window, has_convolutions, has_recurrences, has_windows
+from sansgpu.models.attention_windows import (
+    causal_window,
+    encoder_window,
+    has_convolutions,
+    has_recurrences,
+    has_windows,
+)
 from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
@@ -199,7 +205,12 @@ def can_pack(model: PreTrainedModel) -> bool:
     places = getattr(config, "max_position_embeddings", None)
     if any(buffer.shape[-2:] == (places, places) for buffer in model.buffers()):
         return False
-    return has_causal_attention(model) or has_recurrences(config) or not has_windows(config) or encoder_window(config) is not None
+    return (
+        has_causal_attention(model)
+        or has_recurrences(config)
+        or not has_windows(config)
+        or encoder_window(config) is not None
+    )
 
 
 def may_share(model: PreTrainedModel) -> bool:
