@@ -55,7 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         **GQA, "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "mamba_ngroups": 1,
-        "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True,
+        "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1,
+        "use_mem_rope": True,
     },
 }  # fmt: skip
 OFTEN = ("qwen3_5_text", "mamba", "granitemoehybrid")  # the others have the same layers, and their tests are long

@@ -51,7 +51,8 @@ template <typename T>
 class ChunkKeys {
  public:
   ChunkKeys(const DeltaRule& p, float scale)
-      : q(CHUNK * p.d), k(CHUNK * p.d), kt(p.d * CHUNK), qk(CHUNK * CHUNK), kk(CHUNK * CHUNK), q_norms(CHUNK), k_norms(CHUNK), p_(p), scale_(scale) {}
+      : q(CHUNK * p.d), k(CHUNK * p.d), kt(p.d * CHUNK), qk(CHUNK * CHUNK), kk(CHUNK * CHUNK), q_norms(CHUNK),
+        k_norms(CHUNK), p_(p), scale_(scale) {}
 
   void load(int64_t start, int64_t rows, int64_t key_head) {
     const int64_t d = p_.d, place = key_head * d;
@@ -70,7 +71,8 @@ class ChunkKeys {
     const int64_t d = p_.d;
     for (int64_t i = 0; i < rows; ++i, normed += d, grad += d) {
       // Queries were scaled after their norm: `factor` is that scale, and 1 for keys.
-      const float along = p_.normalized ? sum_of(d, [&](int64_t c) { return normed[c] * grad[c]; }) / (factor * factor) : 0.0f;
+      float along = 0.0f;
+      if (p_.normalized) along = sum_of(d, [&](int64_t c) { return normed[c] * grad[c]; }) / (factor * factor);
       for (int64_t c = 0; c < d; ++c) grad[c] = norms[i] * (factor * grad[c] - along * normed[c] * factor);
     }
   }
@@ -96,8 +98,8 @@ template <typename T>
 class ChunkValues {
  public:
   explicit ChunkValues(const DeltaRule& p)
-      : sums(CHUNK), since(CHUNK), until(CHUNK), beta(CHUNK), scores(CHUNK * CHUNK), system(CHUNK * CHUNK), rest(CHUNK * p.e), x(CHUNK * p.e), p_(p),
-        decays_(CHUNK) {}
+      : sums(CHUNK), since(CHUNK), until(CHUNK), beta(CHUNK), scores(CHUNK * CHUNK), system(CHUNK * CHUNK),
+        rest(CHUNK * p.e), x(CHUNK * p.e), p_(p), decays_(CHUNK) {}
 
   // Loads gates and values and computes what the chunk writes to the state, x (rows, e): the values, or with the delta
   // rule what the state does not predict of them. `before` (d, e) is the state before the chunk.
@@ -140,10 +142,12 @@ class ChunkValues {
     return to;
   }
 
-  // (CHUNK,): the decay from the start of the chunk to each token, in log2 and as a factor, and from each token to the end.
+  // (CHUNK,): the decay from the start of the chunk to each token, in log2 and as a factor, and from each token to the
+  // end.
   Buffer<float> sums, since, until, beta;
   float whole = 0.0f;  // the decay of the whole chunk
-  // (CHUNK, CHUNK): decayed scores of each query, and the strictly lower triangular matrix L of the system (I - L) x = beta rest
+  // (CHUNK, CHUNK): decayed scores of each query, and the strictly lower triangular matrix L of the system
+  // (I - L) x = beta rest
   Buffer<float> scores, system;
   Buffer<float> rest, x;  // (CHUNK, e)
 

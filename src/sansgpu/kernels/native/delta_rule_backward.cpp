@@ -20,10 +20,11 @@ class Backward {
  public:
   Backward(const DeltaRule& p, float scale, int64_t heads, int64_t longest, const Gradients& grads)
       : p_(p), scale_(scale), state_(p.d * p.e), grads_(grads), keys_(p, scale), values_(p),
-        states_(divide_up(longest, CHUNK) * heads * state_), state_grads_(heads * state_), turned_(p.d * std::max(CHUNK, p.e)),
-        qt_(p.d * CHUNK), scaled_(CHUNK * p.d), q_grad_(CHUNK * p.d), row_(CHUNK * p.d), column_(CHUNK * p.d), q_sum_(CHUNK * p.d),
-        k_sum_(CHUNK * p.d), out_(CHUNK * p.e), decayed_(CHUNK * p.e), x_grad_(CHUNK * p.e), xt_(p.e * CHUNK), first_(CHUNK * CHUNK),
-        second_(CHUNK * CHUNK), turned_scores_(CHUNK * CHUNK), sums_(CHUNK) {}
+        states_(std::max<int64_t>(1, divide_up(longest, CHUNK)) * heads * state_), state_grads_(heads * state_),
+        turned_(p.d * std::max(CHUNK, p.e)), qt_(p.d * CHUNK), scaled_(CHUNK * p.d), q_grad_(CHUNK * p.d),
+        row_(CHUNK * p.d), column_(CHUNK * p.d), q_sum_(CHUNK * p.d), k_sum_(CHUNK * p.d), out_(CHUNK * p.e),
+        decayed_(CHUNK * p.e), x_grad_(CHUNK * p.e), xt_(p.e * CHUNK), first_(CHUNK * CHUNK), second_(CHUNK * CHUNK),
+        turned_scores_(CHUNK * CHUNK), sums_(CHUNK) {}
 
   void run(const HeadRange& heads) {
     const int64_t begin = p_.starts[heads.sequence], end = p_.starts[heads.sequence + 1];
@@ -90,9 +91,9 @@ class Backward {
     add_sums(start, rows, head, last);
   }
 
-  // The gradients through the state after the chunk: of x, and of the keys that write to it. Returns the gradient of the
-  // chunk's whole decay, in log, and begins `sums_`, the gradients of the sum of the decays up to each token. These are
-  // computed term by term, because differences of large terms would be inexact where decays are strong.
+  // The gradients through the state after the chunk: of x, and of the keys that write to it. Returns the gradient of
+  // the chunk's whole decay, in log, and begins `sums_`, the gradients of the sum of the decays up to each token. These
+  // are computed term by term, because differences of large terms would be inexact where decays are strong.
   float after_terms(int64_t rows, const float* before, const float* grad) {
     const int64_t d = p_.d, e = p_.e;
     scale_rows(rows, d, values_.until, keys_.k, scaled_);
@@ -184,8 +185,8 @@ class Backward {
     }
   }
 
-  // Adds to the sums over heads, and computes the gradients of the decays: a token's decay is a term of the sums up to all
-  // later tokens of the chunk.
+  // Adds to the sums over heads, and computes the gradients of the decays: a token's decay is a term of the sums up to
+  // all later tokens of the chunk.
   void add_sums(int64_t start, int64_t rows, int64_t head, float last) {
     for (int64_t i = 0; i < rows * p_.d; ++i) {
       q_sum_[i] += q_grad_[i];

@@ -21,7 +21,8 @@ class Forward {
     for (int64_t start = p_.starts[heads.sequence]; start < end; start += CHUNK) {
       const int64_t rows = std::min(CHUNK, end - start);
       keys_.load(start, rows, heads.key_head);
-      for (int64_t h = heads.first; h < heads.end; ++h) compute(start, rows, h, states_ + (h - heads.first) * state, out);
+      for (int64_t h = heads.first; h < heads.end; ++h)
+        compute(start, rows, h, states_ + (h - heads.first) * state, out);
     }
     if (last) std::copy_n(static_cast<float*>(states_), count, last + place);
   }

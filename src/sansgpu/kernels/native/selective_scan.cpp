@@ -180,8 +180,8 @@ void backward(const Scan& p, const Gradients& grads) {
 // Returns the number of blocks of channels, whose gradients of `in` and `out` are computed apart.
 SANSGPU_KERNEL int64_t selective_scan_blocks(const Scan* inputs) { return divide_up(inputs->D, CHANNELS); }
 
-// Computes `y` (N, D) and, if `last` is not null, the states (S, D, M) after each sequence. `initial`, the states before
-// them, may be null.
+// Computes `y` (N, D) and, if `last` is not null, the states (S, D, M) after each sequence. `initial`, the states
+// before them, may be null.
 SANSGPU_KERNEL void selective_scan(const Scan* inputs, const float* initial, void* y, float* last) {
   (inputs->narrow ? forward<bf16> : forward<float>)(*inputs, initial, y, last);
 }
