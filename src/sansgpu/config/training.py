@@ -85,7 +85,7 @@ class TrainingConfig(Section):
         gt=0,
         description="peak learning rate. Default in training from scratch: muon: 0.004 * min(1, sqrt(256 / d_model)); "
         "adamw, adam: 0.001 * sqrt(256 / d_model); sgd: 100 times that of adamw. Default in fine-tuning: "
-        "depends on the task and, except in preference and grpo, on the width of the model; sgd: 100 times that",
+        "depends on the task and, in most tasks, on the width of the model; sgd: 100 times that",
     )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final to the peak learning rate")
     weight_decay: float = Field(
