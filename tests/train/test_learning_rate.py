@@ -63,9 +63,9 @@ def test_a_run_that_chooses_its_optimizer_shows_and_records_its_rate(
 @pytest.mark.parametrize(
     ("task", "adapter", "expected"),
     [
-        ("classify", "none", {128: 1.5e-4, 384: 1e-4, 768: 5e-5, 1024: 5e-5}),
-        ("classify", "lora", {128: 2.5e-3, 384: 1.8e-3, 768: 1.1e-3}),
-        ("qa", "lora", {384: 1.8e-3}),
+        ("classify", "none", {128: 1e-4, 384: 1e-4, 768: 5e-5, 1024: 5e-5}),
+        ("classify", "lora", {384: 1e-3, 1024: 8.6e-4, 2048: 5e-4}),
+        ("qa", "lora", {384: 1e-3}),
         ("embed", "none", {384: 4e-5}),
     ],
 )
