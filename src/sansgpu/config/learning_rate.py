@@ -5,9 +5,9 @@ from __future__ import annotations
 # Peak rates of the optimizers at this width. Measured at widths from 64 to 512, see docs/lab-notes.md; that of AdamW is
 # 6e-4 at GPT-3's smallest width, 768, as published (arXiv 2005.14165, table 2.1).
 WIDTH, MUON, ADAMW = 256, 0.004, 0.001
-# Default rates of fine-tuning are those of models of these widths. Narrower models learn faster with higher rates, up to
-# MOST times as high, which is what docs/lab-notes.md measured at widths of 384 and 576. The power for adapters is the one
-# for Llama of Schulman et al. ("LoRA Without Regret", 2025).
+# Default rates of fine-tuning are those of models of these widths. Narrower models learn faster with higher rates, up
+# to MOST times as high, as docs/lab-notes.md measured at widths of 384 and 576. The power for adapters is the one for
+# Llama of Schulman et al. ("LoRA Without Regret", 2025).
 FULL_WIDTH, ADAPTER_WIDTH, ADAPTER_POWER, MOST = 768, 2048, 0.78, 2.0
 SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its steps with clipped gradients are smaller
 
