@@ -9,6 +9,7 @@ import yaml
 import sansgpu
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, TrainingConfig, acting_values
+from sansgpu.planning.resolve import with_optimizer
 from sansgpu.tasks.configuration import default_values, load_config
 from tests.processes import events_of, record, settings, train, write_corpus
 
@@ -63,26 +64,25 @@ def test_a_run_that_chooses_its_optimizer_shows_and_records_its_rate(
 @pytest.mark.parametrize(
     ("task", "adapter", "expected"),
     [
-        ("classify", "none", {128: 1.5e-4, 384: 1e-4, 768: 5e-5, 1024: 5e-5}),
-        ("classify", "lora", {128: 2.5e-3, 384: 1.8e-3, 768: 1.1e-3}),
-        ("qa", "lora", {384: 1.8e-3}),
+        ("classify", "none", {128: 1e-4, 384: 1e-4, 768: 5e-5, 1024: 5e-5}),
+        ("classify", "lora", {384: 1e-3, 1024: 8.6e-4, 2048: 5e-4}),
+        ("qa", "lora", {384: 1e-3}),
         ("embed", "none", {384: 4e-5}),
     ],
 )
 def test_the_default_of_fine_tuning_follows_the_width_of_the_model(
-    task: str, adapter: str, expected: dict[int, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: str, adapter: str, expected: dict[int, float], tmp_path: Path
 ) -> None:
     rates = {}
     for width in expected:
         sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-        config = {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 100, **sizes}
+        described = {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 100, **sizes}
         folder = tmp_path / f"width-{width}"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        own = {"task": task, "model.name_or_path": folder, "model.adapter": adapter, "training.max_steps": 1}
-        changes = [part for key, value in own.items() for part in ("--set", f"{key}={value}")]
-        assert cli(["plan", *changes, "--set", "data.dataset_name=missing.jsonl", "--json"]) == 0
-        rates[width] = json.loads(capsys.readouterr().out)["learning_rate"]
+        (folder / "config.json").write_text(json.dumps(described))
+        own = {"task": task, "model.name_or_path": folder, "model.adapter": adapter, "data.dataset_name": "rows.jsonl"}
+        config, _ = load_config(None, [f"{key}={value}" for key, value in own.items()])
+        rates[width] = with_optimizer(config, 1000)[0].training.learning_rate
     assert rates == expected
 
 
