@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels import library
-from sansgpu.kernels.delta_rule import DeltaRuleOptions, delta_rule
-from sansgpu.kernels.selective_scan import ScanInputs, selective_scan
-from sansgpu.kernels.short_convolution import short_convolution
+from sansgpu.kernels.recurrent.delta_rule import DeltaRuleOptions, delta_rule
+from sansgpu.kernels.recurrent.selective_scan import ScanInputs, selective_scan
+from sansgpu.kernels.recurrent.short_convolution import short_convolution
 from sansgpu.models.layer_trials import with_forward
 from sansgpu.models.packed_masks import starts_in
 

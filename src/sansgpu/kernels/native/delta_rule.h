@@ -1,4 +1,4 @@
-// Code shared by the passes of the gated delta rule and of linear attention with decays; kernels/delta_rule.py has the
+// Code shared by the passes of the gated delta rule and of linear attention with decays; kernels/recurrent/delta_rule.py has the
 // reference.
 //
 // N tokens, S sequences, H value heads, K key heads, d features of queries and keys, e of values. A state (d, e) is the

@@ -1,4 +1,4 @@
-// The selective scan of Mamba (arXiv 2312.00752); kernels/selective_scan.py has the reference.
+// The selective scan of Mamba (arXiv 2312.00752); kernels/recurrent/selective_scan.py has the reference.
 //
 // N tokens of S sequences, D channels, M states per channel. A unit of work is a block of channels, which it follows
 // through all tokens, so that sums over tokens have a fixed order. States of a block are (M, CHANNELS).

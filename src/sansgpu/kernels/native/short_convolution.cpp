@@ -1,4 +1,4 @@
-// Causal convolution of each channel over a few tokens; kernels/short_convolution.py has the reference.
+// Causal convolution of each channel over a few tokens; kernels/recurrent/short_convolution.py has the reference.
 //
 // N tokens of S sequences, D channels, W weights per channel. A unit of work is a block of channels, which it follows
 // through all tokens, so that sums over tokens have a fixed order.

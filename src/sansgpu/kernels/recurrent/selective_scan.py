@@ -13,7 +13,7 @@ import torch
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.delta_rule import States, sequence_starts
+from sansgpu.kernels.recurrent.delta_rule import States, sequence_starts
 
 
 class ScanInputs(NamedTuple):

@@ -101,7 +101,7 @@ def sequence_starts(given: torch.Tensor | None, batch: int, time: int) -> torch.
     return torch.arange(batch + 1) * time if given is None else given.to("cpu", torch.int64).contiguous()
 
 
-class _Inputs(NamedTuple):
+class _DeltaRuleInputs(NamedTuple):
     """The inputs of the kernels, which must stay alive while these run."""
 
     q: torch.Tensor
@@ -136,7 +136,7 @@ class _DeltaRule(torch.autograd.Function):
         assert options.starts is not None
         ctx.dtypes = [x.dtype for x in (decay, decay if beta is None else beta)]
         wide = None if beta is None else beta.float().contiguous()
-        inputs = _Inputs(
+        inputs = _DeltaRuleInputs(
             _by_token(q), _by_token(k.to(q.dtype)), _by_token(v.to(q.dtype)), decay.float().contiguous(), wide,
             options.starts,
         )  # fmt: skip
@@ -151,7 +151,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        inputs, grad = _Inputs(*ctx.saved_tensors), grad_outputs[0]
+        inputs, grad = _DeltaRuleInputs(*ctx.saved_tensors), grad_outputs[0]
         assert grad is not None
         struct = inputs.struct(ctx.options.normalized)
         parts = library.call("delta_rule_parts", struct)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.delta_rule import sequence_starts
+from sansgpu.kernels.recurrent.delta_rule import sequence_starts
 
 
 def reference_short_convolution(
@@ -45,7 +45,7 @@ def short_convolution(
     return cast(torch.Tensor, _Convolution.apply(x, weight, bias, starts, silu))
 
 
-class _Inputs(NamedTuple):
+class _ConvolutionInputs(NamedTuple):
     """The inputs of the kernels, which must stay alive while these run."""
 
     x: torch.Tensor
@@ -71,7 +71,7 @@ class _Convolution(torch.autograd.Function):
         batch, time, _ = x.shape
         dense = x.stride(2) == 1 and (batch == 1 or x.stride(0) == time * x.stride(1))
         wide = None if bias is None else bias.float().contiguous()
-        inputs = _Inputs(x if dense else x.contiguous(), weight.float().contiguous(), wide, starts)
+        inputs = _ConvolutionInputs(x if dense else x.contiguous(), weight.float().contiguous(), wide, starts)
         out = x.new_empty(x.shape)
         library.call("short_convolution", inputs.struct(silu), out)
         ctx.silu, ctx.dtypes = silu, (weight.dtype, None if bias is None else bias.dtype)
@@ -80,7 +80,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs = _Inputs(*ctx.saved_tensors)
+        inputs = _ConvolutionInputs(*ctx.saved_tensors)
         x, weight = inputs.x.new_empty(inputs.x.shape), torch.empty_like(inputs.weight)
         bias = None if inputs.bias is None else torch.empty_like(inputs.bias)
         grad = grad_outputs[0].to(x.dtype).contiguous()
