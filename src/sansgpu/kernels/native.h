@@ -127,6 +127,60 @@ SANSGPU_KERNEL void attention_backward(int64_t narrow, const struct AttentionSiz
     void* q_grad, const int64_t* q_grad_strides, void* k_grad, const int64_t* k_grad_strides, void* v_grad,
     const int64_t* v_grad_strides, float* table_grad);
 
+// native/delta_rule_forward.cpp
+// N tokens of S sequences, H value heads, K key heads; d features of queries and keys, e of values. H is a multiple of K.
+struct DeltaRule {
+  int64_t N, S, H, K, d, e, narrow;
+  int64_t normalized;      // whether to divide each query and key by its L2 norm
+  const int64_t* starts;   // (S + 1,): the first token of each sequence, then N
+  const void* q;           // (N, K, d), (N, K, d) and (N, H, e) in fp32 or, if `narrow`, bf16
+  const void* k;
+  const void* v;
+  int64_t q_time, k_time, v_time;  // strides from a token to the next
+  const float* decay;      // (N, H), in log, at most 0
+  const float* beta;       // (N, H); null: no delta rule
+};
+SANSGPU_KERNEL void delta_rule_forward(const struct DeltaRule* inputs, double scale, const float* initial, void* out,
+    float* last);
+
+// native/delta_rule_backward.cpp
+SANSGPU_KERNEL int64_t delta_rule_parts(const struct DeltaRule* inputs);
+SANSGPU_KERNEL void delta_rule_backward(const struct DeltaRule* inputs, double scale, const void* grad_out,
+    float* q_parts, float* k_parts, void* q_grad, void* k_grad, void* v_grad, float* decay_grad, float* beta_grad);
+
+// native/short_convolution.cpp
+// N tokens of S sequences, D channels, W weights per channel.
+struct Convolution {
+  int64_t N, S, D, W, narrow;
+  int64_t silu;           // whether to apply SiLU to the sums
+  const int64_t* starts;  // (S + 1,): the first token of each sequence, then N
+  const void* x;          // (N, D) in fp32 or, if `narrow`, bf16
+  int64_t x_time;         // stride from a token to the next
+  const float* weight;    // (D, W)
+  const float* bias;      // (D,), may be null
+};
+SANSGPU_KERNEL void short_convolution(const struct Convolution* inputs, void* out);
+SANSGPU_KERNEL void short_convolution_gradient(const struct Convolution* inputs, const void* grad_out, void* x_grad,
+    float* weight_grad, float* bias_grad);
+
+// native/selective_scan.cpp
+// N tokens of S sequences, D channels, M states per channel.
+struct Scan {
+  int64_t N, S, D, M, narrow;
+  const int64_t* starts;  // (S + 1,): the first token of each sequence, then N
+  const void* x;          // (N, D) in fp32 or, if `narrow`, bf16
+  int64_t x_time;         // stride from a token to the next
+  const float* steps;     // (N, D): at least 0
+  const float* rates;     // (D, M): at most 0
+  const float* in;        // (N, M)
+  const float* out;       // (N, M)
+  const float* skip;      // (D,)
+};
+SANSGPU_KERNEL int64_t selective_scan_blocks(const struct Scan* inputs);
+SANSGPU_KERNEL void selective_scan(const struct Scan* inputs, const float* initial, void* y, float* last);
+SANSGPU_KERNEL void selective_scan_gradient(const struct Scan* inputs, const void* y_grad, void* x_grad,
+    float* steps_grad, float* rates_grad, float* in_parts, float* out_parts, float* skip_grad);
+
 // native/cross_entropy.cpp
 SANSGPU_KERNEL void cross_entropy_losses(int64_t precision, int64_t format, int64_t N, int64_t D, int64_t V,
     const void* hidden, const void* weight, const int64_t* targets, double smoothing, double z_loss, double softcap,

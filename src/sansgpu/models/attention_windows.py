@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 # Values of `layer_types` in transformers' configs.
-FULL, SLIDING, CONVOLUTION = "full_attention", "sliding_attention", "conv"
+FULL, SLIDING, CONVOLUTION, LINEAR = "full_attention", "sliding_attention", "conv", "linear_attention"
+_HYBRID, _OTHERS = "hybrid", frozenset({"mlp", "moe"})  # both in one layer, and layers that mix no tokens
 
 VARIES = "varies"  # instead of a setting that differs between layers
 
@@ -54,3 +55,9 @@ def encoder_window(config: Any) -> int | None:
 def has_convolutions(config: Any) -> bool:
     """Returns True for decoders with layers of full attention and layers of short convolutions, such as LFM2."""
     return set(layer_types(config)) == {FULL, CONVOLUTION}
+
+
+def has_recurrences(config: Any) -> bool:
+    """Returns True for decoders with recurrent layers, whose other layers, if any, have full attention."""
+    types = set(layer_types(config)) - _OTHERS
+    return bool(types & {LINEAR, _HYBRID}) and types <= {FULL, LINEAR, _HYBRID}

@@ -40,8 +40,15 @@ class TokenPositions:
     positions: torch.Tensor
 
 
-def carry(tensor: torch.Tensor, mask: PackedMask) -> torch.Tensor:
-    """Makes a tensor carry a PackedMask through transformers' code to every layer, and returns the tensor."""
+@dataclass(frozen=True)
+class SequenceStarts:
+    """The mask of recurrent layers: `starts` (S + 1,) int64, the first token of each sequence of a row, then N."""
+
+    starts: torch.Tensor
+
+
+def carry(tensor: torch.Tensor, mask: object) -> torch.Tensor:
+    """Makes a tensor carry a mask of this module through transformers' code to every layer, and returns the tensor."""
     setattr(tensor, _PACKED, mask)
     return tensor
 
@@ -52,8 +59,14 @@ def packed_mask(tensor: torch.Tensor | None) -> PackedMask | None:
     return found
 
 
-def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
-    """Returns a tiny tensor that carries a PackedMask to every layer, so that no (B, 1, T, T) mask is built.
+def starts_in(mask: object) -> torch.Tensor | None:
+    """Returns the starts that a mask of `stand_in_mask` carries; None for other masks."""
+    packed = getattr(mask, _PACKED, None)
+    return packed.starts if isinstance(packed, SequenceStarts) else None
+
+
+def stand_in_mask(mask: object, device: torch.device) -> torch.Tensor:
+    """Returns a tiny tensor that carries a mask of this module to every layer, so that no (B, 1, T, T) mask is built.
 
     It has four dimensions, because transformers passes such masks on unchanged.
     """

@@ -21,7 +21,15 @@ from sansgpu.kernels.cross_entropy import (
     linear_cross_entropy,
     target_log_probabilities,
 )
-from sansgpu.models.attention_windows import CONVOLUTION, FULL, SLIDING, has_convolutions, layer_types
+from sansgpu.models.attention_windows import (
+    CONVOLUTION,
+    FULL,
+    LINEAR,
+    SLIDING,
+    has_convolutions,
+    has_recurrences,
+    layer_types,
+)
 from sansgpu.models.frozen_layers import FrozenLayers
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.probes import (
@@ -41,9 +49,11 @@ from sansgpu.models.huggingface.probes import (
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.kept_states import KeptStates
 from sansgpu.models.modules import multiplies_integers
-from sansgpu.models.packed_masks import KeyRanges, PackedMask, TokenPositions, stand_in_mask
+from sansgpu.models.packed_masks import KeyRanges, PackedMask, SequenceStarts, TokenPositions, stand_in_mask
 from sansgpu.models.quantized_layers import matrix_of
+from sansgpu.models.recurrent_layers import STARTS
 from sansgpu.models.shared_prefixes import SharedPrefixes
+from sansgpu.models.token_rows import in_order, padded_rows
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
     from transformers import PreTrainedModel
@@ -66,6 +76,7 @@ class UnpaddedModel:
         self.causal = has_causal_attention(model)
         self._window = window_of(model)
         self._has_convolutions = has_convolutions(self._text)
+        self._has_recurrences = has_recurrences(self._text)
         self._by_ranges = attends_by_ranges(model)
         self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
@@ -145,11 +156,17 @@ class UnpaddedModel:
             inputs = self.packed_inputs(tokens[None], positions[None])
             if self._by_ranges:
                 inputs["attention_mask"] = self._packed_mask(examples[None], positions[None])
+            if self._has_recurrences:
+                starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+                recurrent = stand_in_mask(SequenceStarts(starts), tokens.device)
+                full = inputs.get("attention_mask")
+                inputs["attention_mask"] = recurrent if full is None else {FULL: full, LINEAR: recurrent}
+                inputs[STARTS] = starts
             if types is not None:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0], lambda rows: rows[None]
         padded = self._padded(tokens, lengths, types)
-        return padded, lambda output: output[examples, positions], lambda rows: _pad(rows, lengths)
+        return padded, lambda output: output[examples, positions], lambda rows: padded_rows(rows, lengths)
 
     def take_counts(self) -> tuple[float, float]:
         """Returns and resets how many tokens training passes had, and how many of them were computed."""
@@ -182,13 +199,13 @@ class UnpaddedModel:
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Returns the model's keyword arguments for one padded row per example."""
-        mask = _pad(torch.ones_like(tokens), lengths)
+        mask = padded_rows(torch.ones_like(tokens), lengths)
         inputs = {
-            "input_ids": _pad(tokens, lengths, int(getattr(self._text, "pad_token_id", None) or 0)),
+            "input_ids": padded_rows(tokens, lengths, int(getattr(self._text, "pad_token_id", None) or 0)),
             "attention_mask": mask,
         }
         if types is not None:
-            inputs["token_type_ids"] = _pad(types, lengths)
+            inputs["token_type_ids"] = padded_rows(types, lengths)
         return inputs
 
     def summed_loss(
@@ -244,8 +261,8 @@ class UnpaddedModel:
 
     @property
     def has_ranges(self) -> bool:
-        """True for a causal model that packs with key ranges as its masks and has no length-dependent RoPE."""
-        return self.packs and self.causal and self._by_ranges and not self._rotary
+        """True for a causal model that packs with only key ranges, and has no length-dependent RoPE."""
+        return self.packs and self.causal and self._by_ranges and not self._rotary and not self._has_recurrences
 
     @property
     def head(self) -> nn.Linear | None:
@@ -277,7 +294,7 @@ class UnpaddedModel:
             own_types = None if types is None else types[indices]
             logits = self._sequence_logits(tokens[indices], group, own_types)
             groups.append((examples[indices].unique(), logits.float()))
-        return _in_order(groups)
+        return in_order(groups)
 
     def _sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
         """Runs the base model on packed examples and the head on padded ones, which every head supports."""
@@ -300,12 +317,14 @@ class UnpaddedModel:
             return (), {**kwargs, "attention_mask": None, **packed}
 
         def unpack(module: nn.Module, args: Any, output: Any) -> Any:
-            output.last_hidden_state = _pad(flat(output.last_hidden_state), lengths)
+            output.last_hidden_state = padded_rows(flat(output.last_hidden_state), lengths)
             return output
 
         hooks = [base.register_forward_pre_hook(pack, with_kwargs=True), base.register_forward_hook(unpack)]
         if (pooler := getattr(base, "pooler", None)) is not None:  # e.g. BERT's, which is inside the base model
-            hooks.append(pooler.register_forward_pre_hook(lambda _, args: (_pad(args[0][0], lengths), *args[1:])))
+            hooks.append(
+                pooler.register_forward_pre_hook(lambda _, args: (padded_rows(args[0][0], lengths), *args[1:]))
+            )
         try:
             logits: torch.Tensor = self.model(**padded).logits
         finally:
@@ -326,7 +345,7 @@ class UnpaddedModel:
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is True: (M, V)."""
         parts = [(p[masked[p]], self._masked_logits(tokens[p], group, masked[p])) for p, group in self._groups(lengths)]
-        return _in_order(parts)
+        return in_order(parts)
 
     def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         with self._forward(tokens, lengths) as (inputs, flat):
@@ -357,7 +376,7 @@ class UnpaddedModel:
             own_types = None if types is None else types[indices]
             with self._forward(tokens[indices], group, own_types) as (inputs, flat):
                 parts.append((indices, flat(run(inputs))))
-        return _in_order(parts)
+        return in_order(parts)
 
 
 def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
@@ -379,19 +398,3 @@ def output_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> Any:
         return model(**inputs)
     finally:
         hook.remove()
-
-
-def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> torch.Tensor:
-    """Converts concatenated tokens (N, ...) to one padded row per example, (B, T, ...)."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    out = values.new_full((len(lengths), longest, *values.shape[1:]), fill_value)
-    out[token_places(lengths)] = values
-    return out
-
-
-def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Concatenates the rows of all (indices, rows) pairs in the order of their indices."""
-    if len(parts) == 1:
-        return parts[0][1]
-    indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
-    return values[indices.argsort()]

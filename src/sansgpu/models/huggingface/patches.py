@@ -36,6 +36,7 @@ from sansgpu.models.layer_trials import (
     with_forward,
 )
 from sansgpu.models.packed_masks import projected_heads
+from sansgpu.models.recurrent_layers import use_recurrent_kernels
 from sansgpu.models.relative_attention import fuse_relative_attention, has_relative_attention
 
 GELUS: dict[type[nn.Module], Activation] = {FusedGELU: Activation.GELU, FusedTanhGELU: Activation.GELU_TANH}
@@ -305,7 +306,7 @@ def patch_model(model: PreTrainedModel) -> list[str]:
     """Makes a model use our kernels where it still computes the same, in place; returns the parts that do not."""
     # In this order, because later patches recognize layers that earlier ones have changed.
     own = [patch for family in families.every() for patch in family.patches]
-    others = (fuse_layers, fuse_rotary_attention, *own, fuse_encoder_layers)
+    others = (fuse_layers, use_recurrent_kernels, fuse_rotary_attention, *own, fuse_encoder_layers)
     rejected = apply_patches(model, (_patch_attention, patch_layers, *others))
     unpatched = [] if uses_our_attention(model) or has_relative_attention(model) else [ATTENTION]
     unpatched += [LAYERS] if patch_layers in rejected else []

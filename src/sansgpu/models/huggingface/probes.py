@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import MIN_ROWS, Linear
-from sansgpu.models.attention_windows import causal_window, encoder_window, has_convolutions, has_windows
+from sansgpu.models.attention_windows import (
+    causal_window,
+    encoder_window,
+    has_convolutions,
+    has_recurrences,
+    has_windows,
+)
 from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
@@ -199,19 +205,28 @@ def can_pack(model: PreTrainedModel) -> bool:
     places = getattr(config, "max_position_embeddings", None)
     if any(buffer.shape[-2:] == (places, places) for buffer in model.buffers()):
         return False
-    return has_causal_attention(model) or not has_windows(config) or encoder_window(config) is not None
+    return (
+        has_causal_attention(model)
+        or has_recurrences(config)
+        or not has_windows(config)
+        or encoder_window(config) is not None
+    )
 
 
 def may_share(model: PreTrainedModel) -> bool:
     """Returns whether the model's attention allows examples to share beginnings, without running the model."""
-    plain = not has_convolutions(model.config.get_text_config()) and not LengthDependentRotary(model)
+    text: Any = model.config.get_text_config()
+    plain = not has_convolutions(text) and not has_recurrences(text) and not LengthDependentRotary(model)
     return plain and has_causal_attention(model) and attends_by_ranges(model)
 
 
 def attends_by_ranges(model: PreTrainedModel) -> bool:
     """Returns whether key ranges can express all attention masks of the model."""
     text: Any = model.config.get_text_config()
-    known = window_of(model) is not None or has_convolutions(text) or not has_windows(text)
+    if has_recurrences(text):
+        known = has_causal_attention(model)
+    else:
+        known = window_of(model) is not None or has_convolutions(text) or not has_windows(text)
     return known and (model.config._attn_implementation == NAME or has_relative_attention(model))
 
 

@@ -1,0 +1,1 @@
+"""Recurrent layers: the gated delta rule, selective scans and short convolutions."""
