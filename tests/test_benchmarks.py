@@ -282,6 +282,22 @@ def test_tasks_of_understanding_are_trained_beside_a_peer(tmp_path: Path, task: 
 
 
 @pytest.mark.long
+def test_the_time_to_a_peers_score_is_measured(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    labeled_rows(data)
+    model = str(make_folder(tmp_path / "model", "bert"))
+    arguments = ["--task", "classify", "--model", model, "--train", str(data), "--dev", str(data), "--epochs", "2"]
+    arguments += ["--batch", "5", "--learning-rate", "1e-9", "--evaluations", "2"]
+    ours, theirs = benchmark(
+        "benchmarks.fine_tuning.time_to_score", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
+    assert ours["runs"][0]["seconds"] > 0
+    assert theirs["ratio"] == 1
+    reached = [score for _, score in ours["runs"][0]["scores"] if score >= theirs["quality"]]
+    assert (ours["seconds_to_score"] < float("inf")) == bool(reached)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["encode", "predict"])
 def test_vectors_and_labels_are_compared_with_those_of_a_peer(tmp_path: Path, task: str) -> None:
     documents, model = tmp_path / "documents.jsonl", make_folder(tmp_path / "model", "bert")
