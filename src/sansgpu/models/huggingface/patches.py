@@ -16,6 +16,7 @@ from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.models import families
+from sansgpu.models.attention_windows import has_recurrences
 from sansgpu.models.huggingface.attention_interface import (
     NAME,
     attention_forward,
@@ -24,6 +25,7 @@ from sansgpu.models.huggingface.attention_interface import (
 )
 from sansgpu.models.huggingface.fused_layers import FusedGELU, FusedTanhGELU, fuse_layers
 from sansgpu.models.huggingface.patch_trial import apply_patches
+from sansgpu.models.huggingface.probes import has_causal_attention
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
 from sansgpu.models.layer_trials import (
     AttentionPart,
@@ -308,7 +310,9 @@ def patch_model(model: PreTrainedModel) -> list[str]:
     own = [patch for family in families.every() for patch in family.patches]
     others = (fuse_layers, use_recurrent_kernels, fuse_rotary_attention, *own, fuse_encoder_layers)
     rejected = apply_patches(model, (_patch_attention, patch_layers, *others))
-    unpatched = [] if uses_our_attention(model) or has_relative_attention(model) else [ATTENTION]
+    attends = has_causal_attention(model) or not has_recurrences(model.config.get_text_config())
+    ours = uses_our_attention(model) or has_relative_attention(model)
+    unpatched = [ATTENTION] if attends and not ours else []
     unpatched += [LAYERS] if patch_layers in rejected else []
     other_layers = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in other_layers]
