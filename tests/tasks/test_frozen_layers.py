@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sansgpu.cli import run as cli
 from sansgpu.events.progress import ignore_progress
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
+from sansgpu.tasks.capabilities import ActivationOwner
 from sansgpu.tasks.configuration import load_config
 from tests.processes import digests, events_of, finish, json_of, kill_when, record, start
 from tests.tasks.fine_tuned import Captured, sentence
@@ -202,3 +203,22 @@ def test_layers_that_draw_random_numbers_are_not_skipped(home: Path, tmp_path: P
     place = torch.device("cpu"), "fp32", tmp_path, ignore_progress, SINGLE_PROCESS
     assert task.keep_activations(*place) == "its frozen layers draw random numbers"
     assert task.objective.unpadded.kept is None
+
+
+def test_no_file_of_kept_activations_serves_runs_with_other_frozen_layers(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file depends on the model and on how it is computed, also if the data fill several."""
+    monkeypatch.setattr("sansgpu.tasks.kept_activations.FILE_TOKENS", 32)
+    counts = []
+    owner = ActivationOwner(tmp_path / "run", lambda: False)
+    for layers, keeps, by in ((1, "true", None), (1, "int8", None), (1, "true", owner)):
+        changes = {"model.trained_layers": layers, "model.keep_activations": keeps}
+        task = task_with_data(home, "classify", "bert", changes)
+        place = torch.device("cpu"), "fp32", tmp_path
+        assert task.keep_activations(*place, ignore_progress, SINGLE_PROCESS, by) is None
+        counts.append(len(list(tmp_path.glob("activations/*/*.npy"))))
+    assert counts[0] > 1
+    assert counts == [counts[0], 2 * counts[0], 3 * counts[0]]
+    task.delete_activations()
+    assert len(list(tmp_path.glob("activations/*/*.npy"))) == 2 * counts[0]

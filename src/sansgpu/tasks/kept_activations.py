@@ -152,13 +152,13 @@ class ActivationFiles:
         self._unpadded.kept = kept
         return None
 
-    def _question(self, owner: ActivationOwner | None) -> Iterator[object]:
-        """Yields what the outputs of the frozen layers depend on, apart from the sequences."""
+    def _question(self, owner: ActivationOwner | None) -> tuple[object, ...]:
+        """Returns what the outputs of the frozen layers depend on, apart from the sequences."""
         assert self._unpadded.frozen is not None
-        yield from (weights_fingerprint(self._model), self._model.trained_layers, self._model.base_precision)
-        yield from (self._precision, self._form, isa(), torch.get_num_threads(), str(self._device))
-        if owner is not None:
-            yield from (self._unpadded.frozen.learned_digest(), str(owner.folder.absolute()))
+        model = weights_fingerprint(self._model), self._model.trained_layers, self._model.base_precision
+        machine = self._precision, self._form, isa(), torch.get_num_threads(), str(self._device)
+        own = () if owner is None else (self._unpadded.frozen.learned_digest(), str(owner.folder.absolute()))
+        return (*model, *machine, *own)
 
     def delete_owned(self) -> None:
         """Deletes the files that no other run uses. The model computes its frozen layers from then on."""
