@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.recurrent.delta_rule import DeltaRuleOptions, States, delta_rule, reference_delta_rule
+from sansgpu.kernels.recurrent.delta_rule import DeltaRuleOptions, delta_rule, reference_delta_rule
 from sansgpu.kernels.recurrent.selective_scan import ScanInputs, reference_selective_scan, selective_scan
+from sansgpu.kernels.recurrent.sequences import States
 from sansgpu.kernels.recurrent.short_convolution import reference_short_convolution, short_convolution
 from tests.kernels.threads import assert_equal_on_all_threads
 

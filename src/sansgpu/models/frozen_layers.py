@@ -54,7 +54,7 @@ class FrozenLayers:
     def learned_digest(self) -> str:
         """Returns a hash of the frozen weights that the run has trained, as the model computes with them.
 
-        It is empty if there are none, so that all frozen weights are those of the model's files.
+        It is empty if the run has trained none of them: they are then the weights of the model's files.
         """
         digest = hashlib.sha256()
         for parameter in self._learned:

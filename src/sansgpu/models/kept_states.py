@@ -21,7 +21,7 @@ OPEN_FILES = 256  # files that are mapped at the same time; a process may open a
 # How states are stored. int8: absmax quantization with one scale per token, as in LLM.int8() (arXiv 2208.07339).
 Form = Literal["fp32", "bf16", "int8"]
 DTYPES: dict[Form, type[np.generic]] = {"fp32": np.float32, "bf16": np.int16, "int8": np.int8}
-SCALE_BYTES = 4  # of the fp32 scale after the values of a token in int8
+SCALE_BYTES = 4  # size of the fp32 scale that follows the int8 values of a token
 INT8_MAX = 127
 
 Load = Callable[[], np.ndarray]  # opens the hidden states of some sequences, as `packed` returns them

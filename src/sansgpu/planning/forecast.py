@@ -53,7 +53,7 @@ class Forecast:
     save_seconds: float  # time the loop waits for a snapshot
     end_seconds: float  # last snapshot and export after the last step
     phases: StepPhases = ONE_PHASE
-    later_evaluation_seconds: float = 0.0  # of an evaluation after layers have stopped learning
+    later_evaluation_seconds: float = 0.0  # duration of an evaluation after layers have stopped learning
 
     @property
     def later_step_seconds(self) -> float:

@@ -234,12 +234,13 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
 
 def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWork]:
     """Returns the configuration with `auto` replaced by an optimizer and its learning rate, and the FLOPs of a step."""
-    work = task_of(config).costs(config).work(tokens_per_step)
+    costs = task_of(config).costs(config)
+    work = costs.work(tokens_per_step)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
     changed = change_config(config, [("training.optimizer", optimizer)])
     if config.settings.scales_rate and "learning_rate" not in config.training.model_fields_set:
         adapted = config.model.adapter != "none"
-        rate = rate_for_width(changed.training.learning_rate, task_of(config).costs(config).width, adapted)
+        rate = rate_for_width(changed.training.learning_rate, costs.width, adapted)
         changed = change_config(changed, [("training.learning_rate", rate)])
     return changed, work
 

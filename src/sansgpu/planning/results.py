@@ -111,7 +111,7 @@ class RunPlan(TypedDict):
     later_step_seconds: float | None  # after these
     machine_share: float | None
     total_steps: int | None
-    limit_steps: int | None  # those of num_epochs, max_steps or max_tokens, which a time limit may not allow
+    limit_steps: int | None  # steps that num_epochs, max_steps or max_tokens allow; a time limit may allow fewer
     total_tokens: int | None
     epochs: float | None
     total_seconds: float | None

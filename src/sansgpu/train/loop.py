@@ -321,7 +321,7 @@ class Trainer:
     def _choose_final_weights(self) -> int:
         """Loads the weights of the best snapshot if the final model is to have them; returns the step of the weights.
 
-        If that snapshot is damaged, warns and keeps those of the last step.
+        If that snapshot is damaged, warns and keeps the weights of the last step.
         """
         progress = self._progress
         if not ends_with_best(self._training, progress) or progress.best_step in (None, progress.step):

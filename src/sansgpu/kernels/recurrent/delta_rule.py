@@ -15,19 +15,13 @@ import torch
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import structs
+from sansgpu.kernels.recurrent.sequences import States, addresses, by_token, sequence_starts
 
-_NORM_EPS = 1e-6  # of L2 norms; NORM_EPS in delta_rule.h
-
-
-class States(NamedTuple):
-    """The output (B, T, H, e), and the states (S, H, d, e) after each sequence; None if they were not asked for."""
-
-    out: torch.Tensor
-    last: torch.Tensor | None
+_NORM_EPS = 1e-6  # added to the squared L2 norm, as NORM_EPS in delta_rule.h
 
 
 class DeltaRuleOptions(NamedTuple):
-    """What changes how `delta_rule` computes."""
+    """The options of `delta_rule`."""
 
     starts: torch.Tensor | None = None  # (S + 1,) int64: first token of each sequence, then N; None: rows are sequences
     scale: float = 1.0  # factor of queries
@@ -96,11 +90,6 @@ def delta_rule(
     return States(*cast(tuple[torch.Tensor, torch.Tensor | None], results))
 
 
-def sequence_starts(given: torch.Tensor | None, batch: int, time: int) -> torch.Tensor:
-    """Returns the first token of each sequence, then N, as int64 (S + 1,); by default each row is a sequence."""
-    return torch.arange(batch + 1) * time if given is None else given.to("cpu", torch.int64).contiguous()
-
-
 class _DeltaRuleInputs(NamedTuple):
     """The inputs of the kernels, which must stay alive while these run."""
 
@@ -114,19 +103,11 @@ class _DeltaRuleInputs(NamedTuple):
     def struct(self, normalized: bool) -> Any:
         """Returns the struct DeltaRule of native.h."""
         (batch, time, key_heads, dim), (heads, values) = self.q.shape, self.v.shape[2:]
-        pointers = {name: None if tensor is None else tensor.data_ptr() for name, tensor in self._asdict().items()}
         return structs()["DeltaRule"](
             N=batch * time, S=len(self.starts) - 1, H=heads, K=key_heads, d=dim, e=values,
             narrow=self.q.dtype == torch.bfloat16, normalized=normalized,
-            q_time=self.q.stride(1), k_time=self.k.stride(1), v_time=self.v.stride(1), **pointers,
+            q_time=self.q.stride(1), k_time=self.k.stride(1), v_time=self.v.stride(1), **addresses(self._asdict()),
         )  # fmt: skip
-
-
-def _by_token(x: torch.Tensor) -> torch.Tensor:
-    """Returns x (B, T, heads, d), copied unless each token's values are contiguous and all tokens equally far apart."""
-    batch, time, _, dim = x.shape
-    dense = x.stride(3) == 1 and x.stride(2) == dim and (batch == 1 or x.stride(0) == time * x.stride(1))
-    return x if dense else x.contiguous()
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -137,7 +118,7 @@ class _DeltaRule(torch.autograd.Function):
         ctx.dtypes = [x.dtype for x in (decay, decay if beta is None else beta)]
         wide = None if beta is None else beta.float().contiguous()
         inputs = _DeltaRuleInputs(
-            _by_token(q), _by_token(k.to(q.dtype)), _by_token(v.to(q.dtype)), decay.float().contiguous(), wide,
+            by_token(q), by_token(k.to(q.dtype)), by_token(v.to(q.dtype)), decay.float().contiguous(), wide,
             options.starts,
         )  # fmt: skip
         out, last = q.new_empty(v.shape), None

@@ -13,7 +13,7 @@ import torch
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.recurrent.delta_rule import States, sequence_starts
+from sansgpu.kernels.recurrent.sequences import States, by_token, sequence_starts
 
 
 class ScanInputs(NamedTuple):
@@ -77,9 +77,7 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         *values, starts, initial, returns_states = arguments
         given = ScanInputs(*values)
-        batch, time, _ = given.x.shape
-        dense = given.x.stride(2) == 1 and (batch == 1 or given.x.stride(0) == time * given.x.stride(1))
-        x = given.x if dense else given.x.contiguous()
+        x = by_token(given.x)
         inputs = ScanInputs(x, *(value.float().contiguous() for value in given[1:]))
         y, last = x.new_empty(x.shape), None
         if returns_states:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.recurrent.delta_rule import sequence_starts
+from sansgpu.kernels.recurrent.sequences import addresses, by_token, sequence_starts
 
 
 def reference_short_convolution(
@@ -56,10 +56,9 @@ class _ConvolutionInputs(NamedTuple):
     def struct(self, silu: bool) -> Any:
         """Returns the struct Convolution of native.h."""
         batch, time, channels = self.x.shape
-        pointers = {name: None if tensor is None else tensor.data_ptr() for name, tensor in self._asdict().items()}
         return structs()["Convolution"](
             N=batch * time, S=len(self.starts) - 1, D=channels, W=self.weight.shape[1],
-            narrow=self.x.dtype == torch.bfloat16, silu=silu, x_time=self.x.stride(1), **pointers,
+            narrow=self.x.dtype == torch.bfloat16, silu=silu, x_time=self.x.stride(1), **addresses(self._asdict()),
         )  # fmt: skip
 
 
@@ -68,10 +67,8 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, starts: torch.Tensor, silu: bool
     ) -> torch.Tensor:
-        batch, time, _ = x.shape
-        dense = x.stride(2) == 1 and (batch == 1 or x.stride(0) == time * x.stride(1))
         wide = None if bias is None else bias.float().contiguous()
-        inputs = _ConvolutionInputs(x if dense else x.contiguous(), weight.float().contiguous(), wide, starts)
+        inputs = _ConvolutionInputs(by_token(x), weight.float().contiguous(), wide, starts)
         out = x.new_empty(x.shape)
         library.call("short_convolution", inputs.struct(silu), out)
         ctx.silu, ctx.dtypes = silu, (weight.dtype, None if bias is None else bias.dtype)
