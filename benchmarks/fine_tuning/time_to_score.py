@@ -12,15 +12,13 @@ score.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
 from benchmarks.contest import NoResultError, Row, finished, print_table, say, write_json
-from benchmarks.fine_tuning.understanding import MEASURES, Learned, learn_theirs, settings
+from benchmarks.fine_tuning.understanding import MEASURES, Learned, learn_theirs, rows_parser, settings
 from benchmarks.ours import command, setting
 
 COLUMNS = {
@@ -66,19 +64,8 @@ def peer_row(found: Learned) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("qa", "classify", "tokens", "embed"), required=True)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--train", type=Path, required=True, help="rows in a format of the task")
-    parser.add_argument("--dev", type=Path, required=True, help="held-out rows")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16, help="the Trainer's rows or windows per step")
-    parser.add_argument("--max-length", type=int, help="maximum tokens of a row or window; default: the task's default")
-    parser.add_argument("--learning-rate", type=float, default=5e-5, help="the Trainer's peak learning rate")
+    parser = rows_parser(__doc__)
     parser.add_argument("--evaluations", type=int, default=12, help="evaluations of sansgpu's run")
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 1")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of both")
     parser.add_argument(
         "--own", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of sansgpu's run"
     )

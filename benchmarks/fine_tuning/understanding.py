@@ -187,8 +187,9 @@ def row(name: str, runs: list[Learned]) -> Row:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def rows_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the arguments from which `settings` are made, and of the seeds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("qa", "classify", "tokens", "embed"), required=True)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face or Sentence Transformers folder")
     parser.add_argument("--train", type=Path, required=True, help="rows in a format of the task")
@@ -202,6 +203,11 @@ def main() -> None:
     parser.add_argument(
         "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="setting of both contestants"
     )
+    return parser
+
+
+def main() -> None:
+    parser = rows_parser(__doc__)
     parser.add_argument(
         "--precisions", nargs="+", choices=get_args(Precision), help="values of training.precision to compare"
     )
