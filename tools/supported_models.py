@@ -1,6 +1,6 @@
 """Tries all features with each family of models, and updates the tables of docs/reference/models.md.
 
-python -m tools.supported_models --write
+python -m tools.supported_models [FAMILY ...] --write
 """
 
 from __future__ import annotations
@@ -57,20 +57,27 @@ def with_rows(page: str, heading: str, rows: Iterable[str]) -> str:
     )
 
 
-def in_order(supports: Iterable[Support]) -> list[str]:
-    """Returns all rows of the table of refusals, in the order of the trials."""
-    rows = {row for support in supports for row in refusals_of(support)}
+def write(found: dict[str, Support]) -> None:
+    """Updates the rows of these families, by title. Only trials of all families remove sentences that none caused."""
+    rows = {row.split(" | ")[0].removeprefix("| "): row for row in written_rows("family")}
+    rows |= {family.title: row_of(family, found[family.title]) for family in FAMILIES if family.title in found}
+    others = set[str]() if len(found) == len(FAMILIES) else set(written_rows("trial"))
+    page = with_rows(PAGE.read_text(encoding="utf-8"), "family", [rows[family.title] for family in FAMILIES])
+    PAGE.write_text(with_rows(page, "trial", in_order(found.values(), others)), encoding="utf-8")
+
+
+def in_order(supports: Iterable[Support], others: Iterable[str] = ()) -> list[str]:
+    """Returns all rows of the table of refusals, in the order of the trials, among them `others`."""
+    rows = {row for support in supports for row in refusals_of(support)} | set(others)
     return sorted(rows, key=lambda row: (TRIALS.index(row.split(" | ")[0].removeprefix("| ")), row))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to try, e.g. Llama; default: all")
-    parser.add_argument("--write", action="store_true", help="update the page; requires all families")
+    parser.add_argument("--write", action="store_true", help="update the page: the rows of these families")
     arguments = parser.parse_args()
     chosen = [family for family in FAMILIES if family.title in (arguments.families or [family.title])]
-    if arguments.write and len(chosen) < len(FAMILIES):
-        parser.error("--write needs all families")
     torch.set_num_threads(1)  # tiny models are slower with more
     found: dict[str, Support] = {}
     with tempfile.TemporaryDirectory(prefix="sansgpu-families-") as home:
@@ -79,9 +86,7 @@ def main() -> None:
             print(row_of(family, found[family.title]), flush=True)
     print(*in_order(found.values()), sep="\n")
     if arguments.write:
-        page = PAGE.read_text(encoding="utf-8")
-        page = with_rows(page, "family", [row_of(family, found[family.title]) for family in FAMILIES])
-        PAGE.write_text(with_rows(page, "trial", in_order(found.values())), encoding="utf-8")
+        write(found)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Measures how long sansgpu trains until it scores what the Trainer scores at the end of its training.
 
-    python -m benchmarks.fine_tuning.time_to_score --task classify|tokens|qa|embed --model FOLDER --train FILE
+    python -m benchmarks.fine_tuning.time_to_score --task classify|tokens|qa|embed|sft --model FOLDER --train FILE
         --dev FILE [--epochs 3] [--batch 16] [--learning-rate 5e-5] [--evaluations 12] [--seeds 1] [--threads N]
         [--own KEY=VALUE] [--json FILE]
 
 The peer trains as in `benchmarks.fine_tuning.understanding`, with the settings of transformers' examples. sansgpu has
 its own defaults, changed by --own, and evaluates during its run, `--evaluations` times in all. Both count only the
 seconds of training steps: the Trainer all of them, sansgpu those before the first evaluation with the Trainer's final
-score.
+score. The score of task sft is the held-out loss; there, `--set model.adapter=lora` trains both by LoRA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.contest import NoResultError, Row, finished, print_table, say, write_json
-from benchmarks.fine_tuning.understanding import MEASURES, Learned, learn_theirs, rows_parser, settings
+from benchmarks.fine_tuning.understanding import LOWER_IS_BETTER, MEASURES, TASKS, Learned, learn_theirs, rows_parser, settings
 from benchmarks.ours import command, setting
 
 COLUMNS = {
@@ -42,7 +42,8 @@ def seconds_to(target: float, measure: str, given: dict[str, object], steps: int
     outcome = finished(command(output, {**given, **watched}), "eval")
     seconds = [event["step_seconds"] for _, event in outcome.named("step")]
     scores = [(event["step"], event[measure]) for _, event in outcome.named("eval")]
-    reached = next((sum(seconds[:step]) for step, score in scores if score >= target), float("inf"))
+    sign = -1 if measure in LOWER_IS_BETTER else 1
+    reached = next((sum(seconds[:step]) for step, score in scores if sign * score >= sign * target), float("inf"))
     return reached, {"quality": scores[-1][1], "seconds": sum(seconds), "scores": scores}
 
 
@@ -64,7 +65,7 @@ def peer_row(found: Learned) -> Row:
 
 
 def main() -> None:
-    parser = rows_parser(__doc__)
+    parser = rows_parser(__doc__, (*TASKS, "sft"))
     parser.add_argument("--evaluations", type=int, default=12, help="evaluations of sansgpu's run")
     parser.add_argument(
         "--own", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of sansgpu's run"

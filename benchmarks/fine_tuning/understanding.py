@@ -45,7 +45,16 @@ from sansgpu.config.training import Precision
 
 OURS, HF, ST = "sansgpu", "Hugging Face Trainer", "Sentence Transformers"
 # The first of these metrics that the evaluation reports is the measure of quality.
-MEASURES = {"entity_f1": "entity F1", "f1": "F1", "accuracy": "accuracy", "spearman": "Spearman", "mrr": "MRR"}
+MEASURES = {
+    "entity_f1": "entity F1",
+    "f1": "F1",
+    "accuracy": "accuracy",
+    "spearman": "Spearman",
+    "mrr": "MRR",
+    "loss": "loss",
+}
+LOWER_IS_BETTER = {"loss"}
+TASKS = ("qa", "classify", "tokens", "embed")
 COLUMNS = {
     "": ("name", "s"),
     "quality": ("quality", ".4g"),
@@ -187,10 +196,10 @@ def row(name: str, runs: list[Learned]) -> Row:
     }
 
 
-def rows_parser(description: str | None) -> argparse.ArgumentParser:
+def rows_parser(description: str | None, tasks: tuple[str, ...] = TASKS) -> argparse.ArgumentParser:
     """Returns a parser of the arguments from which `settings` are made, and of the seeds."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("qa", "classify", "tokens", "embed"), required=True)
+    parser.add_argument("--task", choices=tasks, required=True)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face or Sentence Transformers folder")
     parser.add_argument("--train", type=Path, required=True, help="rows in a format of the task")
     parser.add_argument("--dev", type=Path, required=True, help="held-out rows")
