@@ -163,7 +163,7 @@ def matrix_formats(
 def random_weights(
     model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns random quantized weights for the matrices of `matrix_formats`."""
+    """Returns quantized weights, random ones if sansgpu can write the format, for the matrices of `matrix_formats`."""
     found: dict[str, StoredTensor] = {}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, matrix in matrix_formats(model, precision, stored).items():

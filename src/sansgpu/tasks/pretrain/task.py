@@ -28,8 +28,8 @@ from sansgpu.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     load_tokenizer_of_model,
-    tokenizer_of_model,
     special_tokens_around,
+    tokenizer_of_model,
 )
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.reading import read_object
