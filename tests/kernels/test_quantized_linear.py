@@ -13,14 +13,17 @@ from tests.kernels.threads import assert_equal_on_all_threads
 
 NAMES = st.sampled_from(list(FORMATS))
 RANK = 5
+# Where the fp16 factors of a block are.
+TWO = (0, 2)
+FACTORS = {"q4_1": TWO, "q5_1": TWO, "q4_k": TWO, "q5_k": TWO, "q6_k": (208,), "q3_k": (108,), "q2_k": (80, 82)}
 
 
 def new_weight(name: str, outputs: int, blocks: int, seed: int = 0) -> QuantizedWeight:
     """Returns random blocks with scales of at most 2, in read-only memory."""
     format, generator = FORMATS[name], torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (outputs, blocks, format.bytes), dtype=torch.uint8, generator=generator)
-    for high in {"q4_1": (1, 3), "q4_k": (1, 3), "q6_k": (-1,)}.get(name, (1,)):  # upper bytes of fp16 scales
-        data[..., high] &= 0xBF
+    for factor in FACTORS.get(name, (0,)):
+        data[..., factor + 1] &= 0xBF  # the upper byte
     array = data.view(outputs, -1).numpy()
     array.flags.writeable = False
     return QuantizedWeight(torch.from_numpy(array), format)
@@ -57,8 +60,8 @@ def test_a_scale_that_is_infinity_or_nan_reaches_the_results(kernels: str, name:
     for bits in (0x7C00, 0xFC00, 0x7C01, 0x7E00, 0x7FFF, 0xFFFF):
         weight = new_weight(name, outputs=9, blocks=3)
         block = weight.data.view(9, 3, -1).numpy().copy()
-        place = -2 if name == "q6_k" else 0
-        block[5, 1, place : place + 2 or None] = bits & 0xFF, bits >> 8
+        place = FACTORS.get(name, (0,))[0]
+        block[5, 1, place : place + 2] = bits & 0xFF, bits >> 8
         weight = QuantizedWeight(torch.from_numpy(block.reshape(9, -1)), weight.format)
         for rows in (1, 20):
             x = leaves(rows, weight, dtype)[0]

@@ -326,8 +326,13 @@ def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokeni
     """Parses a tokenizer.json. Raises ConfigError if it is invalid or has no end-of-text token."""
     if (flaw := tokenizer_flaw(text)) is not None:
         raise ConfigError(f"{source} is not a usable tokenizer: {flaw}; download or save it again.")
+    return tokenizer_of_model(Backend.from_str(text), end_of_text, source)
+
+
+def tokenizer_of_model(backend: Backend, end_of_text: str | None, source: Path) -> Tokenizer:
+    """Returns the tokenizer of a pretrained model. Raises ConfigError if it has no end-of-text token."""
     try:
-        return Tokenizer(Backend.from_str(text), end_of_text)
+        return Tokenizer(backend, end_of_text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (TypeError, UnicodeEncodeError):  # UnicodeEncodeError: an unpaired surrogate

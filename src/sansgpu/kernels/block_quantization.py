@@ -49,8 +49,9 @@ class BlockFormat:
         return inputs // self.block * self.bytes
 
 
-FORMATS = {name: BlockFormat.declared(name) for name in ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")}
-
+WRITTEN = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")  # the formats in which sansgpu writes weights
+READ = ("q5_0", "q5_1", "q5_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")  # the others, which some files have
+FORMATS = {name: BlockFormat.declared(name) for name in (*WRITTEN, *READ)}
 
 # Replacements for formats with blocks of 256 values, used if the row length is not a multiple of 256.
 SMALLER_BLOCKS = {"q4_k": "q4_1", "q6_k": "q8_0"}

@@ -106,7 +106,7 @@ def split(
 
 def parts_of(tokenizer: Tokenizer) -> TokenizerParts:
     end = tokenizer.end_id
-    return TokenizerParts(tokenizer.backend.to_str(), end, end, end, adds_bos=True)
+    return TokenizerParts(tokenizer.backend, end, end, end, adds_bos=True)
 
 
 def write_ours(

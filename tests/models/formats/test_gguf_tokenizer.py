@@ -22,7 +22,7 @@ def test_characters_and_their_bytes_come_back(tmp_path: Path) -> None:
     write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", tokenizer)
     parts = open_gguf(tmp_path / "model.gguf").tokenizer
     assert parts.token(parts.eos_id) == "<|endoftext|>"
-    assert Tokenizer(Backend.from_str(parts.json)).encode("naïve 世\n") == tokenizer.encode("naïve 世\n")
+    assert Tokenizer(parts.backend).encode("naïve 世\n") == tokenizer.encode("naïve 世\n")
     said = metadata(tmp_path / "model.gguf")
     assert said["tokenizer.ggml.model"] == "llama"
     assert said["tokenizer.ggml.add_space_prefix"] is False

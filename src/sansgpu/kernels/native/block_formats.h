@@ -45,6 +45,26 @@ inline Codes field(Codes bytes, int shift, uint8_t mask) {
   return (Codes)((Words)bytes >> shift) & mask;
 }
 
+// Returns 16 bytes, each of which is `value` if its bit of the two bytes is set, and 0 otherwise.
+inline Codes spread_bits(const uint8_t* from, uint8_t value) {
+  const Codes bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const uint64_t words[2] = {from[0] * 0x0101010101010101u, from[1] * 0x0101010101010101u};
+  Codes bytes;
+  std::memcpy(&bytes, words, sizeof(bytes));
+  return (Codes)((bytes & bits) != 0) & value;
+}
+
+// Returns table[code] for 16 codes below 16.
+inline Codes look_up(const Codes& table, Codes codes) {
+#ifdef __AVX2__
+  return (Codes)_mm_shuffle_epi8((__m128i)table, (__m128i)codes);
+#else
+  Codes found;
+  for (int64_t i = 0; i < 16; ++i) found[i] = table[codes[i]];
+  return found;
+#endif
+}
+
 // Stores scale * code + offset for 16 signed codes.
 inline void scale_codes(Codes codes, float scale, float offset, float* to) {
 #if defined(__AVX512F__)
@@ -113,6 +133,30 @@ struct Q4_1 {
   }
 };
 
+// After the factors, a block of q5_0 or q5_1 has the highest bits of its 5-bit codes, then their lower 4 bits.
+inline void decode_5_bits(const uint8_t* bits, float scale, float offset, float* to) {
+  const Codes pairs = load_codes(bits + 4);
+  scale_codes(field(pairs, 0, 15) | spread_bits(bits, 16), scale, offset, to);
+  scale_codes(field(pairs, 4, 15) | spread_bits(bits + 2, 16), scale, offset, to + 16);
+}
+
+struct Q5_0 {
+  static constexpr int64_t VALUES = Q5_0_VALUES, BYTES = Q5_0_BYTES;
+
+  static void decode(const uint8_t* block, int64_t, float* to) {
+    const float scale = load_half(block);
+    decode_5_bits(block + 2, scale, -16.0f * scale, to);
+  }
+};
+
+struct Q5_1 {
+  static constexpr int64_t VALUES = Q5_1_VALUES, BYTES = Q5_1_BYTES;
+
+  static void decode(const uint8_t* block, int64_t, float* to) {
+    decode_5_bits(block + 4, load_half(block), load_half(block + 2), to);
+  }
+};
+
 struct Q8_0 {
   static constexpr int64_t VALUES = Q8_0_VALUES, BYTES = Q8_0_BYTES;
 
@@ -123,18 +167,105 @@ struct Q8_0 {
   }
 };
 
-// A block has two fp16 factors (for the scales and the offsets), then 8 scales and 8 offsets of 6 bits in 12 bytes,
-// then the 4-bit codes.
+// The codes to which those of iq4_nl and iq4_xs refer.
+constexpr int8_t UNEVEN[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+inline void decode_uneven(const uint8_t* pairs, float scale, float* to) {
+  const Codes table = load_codes(reinterpret_cast<const uint8_t*>(UNEVEN)), codes = load_codes(pairs);
+  scale_codes(look_up(table, field(codes, 0, 15)), scale, 0.0f, to);
+  scale_codes(look_up(table, field(codes, 4, 15)), scale, 0.0f, to + 16);
+}
+
+struct IQ4_NL {
+  static constexpr int64_t VALUES = IQ4_NL_VALUES, BYTES = IQ4_NL_BYTES;
+
+  static void decode(const uint8_t* block, int64_t, float* to) { decode_uneven(block + 2, load_half(block), to); }
+};
+
+// A block has an fp16 factor, then the upper 2 bits of 8 scales in 2 bytes, their lower 4 bits in 4, and the codes.
+struct IQ4_XS {
+  static constexpr int64_t VALUES = IQ4_XS_VALUES, BYTES = IQ4_XS_BYTES;
+
+  static void decode(const uint8_t* block, int64_t group, float* to) {
+    const int shift = static_cast<int>(group % 4 * 2);
+    const int scale = (block[4 + group / 2] >> group % 2 * 4 & 15) | (block[2 + group / 4] >> shift & 3) << 4;
+    decode_uneven(block + 8 + group * GROUP / 2, load_half(block) * static_cast<float>(scale - 32), to);
+  }
+};
+
+// A block has 16 scales of 4 bits, each with an offset of 4 bits, then the 2-bit codes, then the fp16 factors of the
+// scales and of the offsets.
+struct Q2_K {
+  static constexpr int64_t VALUES = Q2_K_VALUES, BYTES = Q2_K_BYTES;
+
+  static void decode(const uint8_t* block, int64_t group, float* to) {
+    const float factor = load_half(block + 80), offset_factor = load_half(block + 82);
+    const int shift = static_cast<int>(group % 4 * 2);
+    for (int64_t i = 0; i < 2; ++i) {
+      const int packed = block[2 * group + i];
+      scale_codes(field(load_codes(block + 16 + group / 4 * GROUP + 16 * i), shift, 3),
+                  factor * static_cast<float>(packed & 15), offset_factor * static_cast<float>(-(packed >> 4)),
+                  to + 16 * i);
+    }
+  }
+};
+
+// A block has the highest bits of its 3-bit codes, then their lower 2 bits, then the lower 4 and the upper 2 bits of 16
+// scales for 16 values each, then the fp16 factor of the scales.
+struct Q3_K {
+  static constexpr int64_t VALUES = Q3_K_VALUES, BYTES = Q3_K_BYTES;
+
+  static void decode(const uint8_t* block, int64_t group, float* to) {
+    const uint8_t *lower = block + 32 + group / 4 * GROUP, *scales = block + 96;
+    const int shift = static_cast<int>(group % 4 * 2), bit = static_cast<int>(group);
+    for (int64_t i = 0; i < 2; ++i) {
+      const int64_t number = 2 * group + i;
+      const int scale = (scales[number % 8] >> number / 8 * 4 & 15) | (scales[8 + number % 4] >> number / 4 * 2 & 3) << 4;
+      const Codes high = field(load_codes(block + 16 * i), bit, 1);
+      scale_codes((field(load_codes(lower + 16 * i), shift, 3) | high << 2) - 4,
+                  load_half(block + 108) * static_cast<float>(scale - 32), 0.0f, to + 16 * i);
+    }
+  }
+};
+
+// The scale and the offset of one of 8 groups of q4_k or q5_k, which are 6-bit integers in 12 bytes.
+struct GroupLine {
+  float scale, offset;
+
+  // The block starts with the fp16 factors of the scales and of the offsets.
+  GroupLine(const uint8_t* block, int64_t group) {
+    const uint8_t* packed = block + 4;
+    const bool last = group >= 4;  // their upper bits are in the bytes of the first four groups
+    const int first = last ? (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4 : packed[group] & 63;
+    const int second = last ? packed[group + 4] >> 4 | packed[group] >> 6 << 4 : packed[group + 4] & 63;
+    scale = load_half(block) * static_cast<float>(first);
+    offset = load_half(block + 2) * static_cast<float>(-second);
+  }
+};
+
+// A block has 16 bytes of scales and offsets, then the highest bits of the 5-bit codes, then their lower 4 bits.
+struct Q5_K {
+  static constexpr int64_t VALUES = Q5_K_VALUES, BYTES = Q5_K_BYTES;
+
+  static void decode(const uint8_t* block, int64_t group, float* to) {
+    const GroupLine line(block, group);
+    const uint8_t* pairs = block + 48 + group / 2 * GROUP;
+    for (int64_t i = 0; i < GROUP; i += 16) {
+      const Codes low = field(load_codes(pairs + i), group % 2 ? 4 : 0, 15);
+      const Codes high = field(load_codes(block + 16 + i), static_cast<int>(group), 1);
+      scale_codes(low | high << 4, line.scale, line.offset, to + i);
+    }
+  }
+};
+
+// A block has 16 bytes of scales and offsets, then the 4-bit codes.
 struct Q4_K {
   static constexpr int64_t VALUES = Q4_K_VALUES, BYTES = Q4_K_BYTES;
 
   static void decode(const uint8_t* block, int64_t group, float* to) {
-    const uint8_t *packed = block + 4, *pairs = block + 16 + group / 2 * GROUP;
-    const bool last = group >= 4;  // their upper bits are in the bytes of the first four groups
-    const int first = last ? (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4 : packed[group] & 63;
-    const int second = last ? packed[group + 4] >> 4 | packed[group] >> 6 << 4 : packed[group + 4] & 63;
-    const NibbleValues values(load_half(block) * static_cast<float>(first),
-                              load_half(block + 2) * static_cast<float>(-second));
+    const GroupLine line(block, group);
+    const uint8_t* pairs = block + 16 + group / 2 * GROUP;
+    const NibbleValues values(line.scale, line.offset);
     const int shift = group % 2 ? 4 : 0;
     values.store(load_codes(pairs), shift, to);
     values.store(load_codes(pairs + 16), shift, to + 16);
@@ -160,10 +291,11 @@ struct Q6_K {
   }
 };
 
-static_assert(Q4_0::VALUES == GROUP && Q4_1::VALUES == GROUP && Q8_0::VALUES == GROUP, "their blocks are one group");
-static_assert(Q4_0::BYTES == 2 + GROUP / 2 && Q4_1::BYTES == 4 + GROUP / 2 && Q8_0::BYTES == 2 + GROUP);
-static_assert(Q4_K::VALUES == 8 * GROUP && Q4_K::BYTES == 16 + Q4_K::VALUES / 2);
-static_assert(Q6_K::VALUES == 8 * GROUP && Q6_K::BYTES == 3 * Q6_K::VALUES / 4 + 16 + 2);
+template <typename... Formats>
+constexpr bool are_one_group = ((Formats::VALUES == GROUP) && ...);
+template <typename... Formats>
+constexpr bool are_eight_groups = ((Formats::VALUES == 8 * GROUP) && ...);
+static_assert(are_one_group<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL> && are_eight_groups<Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS>);
 
 // Calls run(format) with the format that has this number.
 template <typename Run>
@@ -173,10 +305,24 @@ auto with_format(int64_t number, const Run& run) {
       return run(Q4_0());
     case Q4_1_NUMBER:
       return run(Q4_1());
+    case Q5_0_NUMBER:
+      return run(Q5_0());
+    case Q5_1_NUMBER:
+      return run(Q5_1());
     case Q8_0_NUMBER:
       return run(Q8_0());
+    case IQ4_NL_NUMBER:
+      return run(IQ4_NL());
+    case IQ4_XS_NUMBER:
+      return run(IQ4_XS());
+    case Q2_K_NUMBER:
+      return run(Q2_K());
+    case Q3_K_NUMBER:
+      return run(Q3_K());
     case Q4_K_NUMBER:
       return run(Q4_K());
+    case Q5_K_NUMBER:
+      return run(Q5_K());
     default:
       return run(Q6_K());
   }

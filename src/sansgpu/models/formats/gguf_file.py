@@ -23,7 +23,7 @@ from gguf import Keys
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import truncate
 from sansgpu.files.atomic import atomic_write, write_failures_as
-from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight, dequantize_rows
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models import families
@@ -165,8 +165,9 @@ class GGUFFile:
     def tokenizer(self) -> TokenizerParts:
         """The file's tokenizer. Raises ConfigError if there is none or it is invalid."""
         try:
-            parts = read_tokenizer(self._metadata)
-            flaw = tokenizer_flaw(parts.json)
+            foreign = self._metadata.get(Keys.Tokenizer.HF_JSON)
+            flaw = None if foreign is None else tokenizer_flaw(str(foreign))
+            parts = None if flaw else read_tokenizer(self._metadata)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         except BaseException as error:  # `tokenizers` raises a bare Exception for invalid merges, or panics in Rust
@@ -175,7 +176,7 @@ class GGUFFile:
             raise ConfigError(
                 f"{self.path}: its tokenizer is invalid ({truncate(str(error))}); download or export it again."
             ) from None
-        if flaw is not None:
+        if parts is None:
             raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}); download or export it again.")
         return parts
 
@@ -244,6 +245,9 @@ class GGUFFile:
 
     def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
         """Returns a tensor in fp32 in transformers' layout. Raises ConfigError if its type is not supported."""
+        if (known := FORMATS.get(tensor.tensor_type.name.lower())) is not None:
+            rows = _as_tensor(tensor.data).flatten(0, -2)
+            return _from_file(hf_name, dequantize_rows(rows, known).view(tensor.shape), self.settings)
         try:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
@@ -256,10 +260,7 @@ class GGUFFile:
 
     def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
         """Returns a quantized matrix (outputs, inputs): a view of the mapped file, or a copy with permuted rows."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable")
-            rows = torch.from_numpy(tensor.data)
-        return QuantizedWeight(_rows_from_file(hf_name, rows, self.settings), known)
+        return QuantizedWeight(_rows_from_file(hf_name, _as_tensor(tensor.data), self.settings), known)
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
@@ -361,6 +362,13 @@ def permuted(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Returns the rows of a matrix (out, ...) in llama.cpp's order."""
     order = families.get(settings["model_type"]).gguf_rows(name, settings)
     return rows if order is None else order.to_file(rows)
+
+
+def _as_tensor(data: np.ndarray) -> torch.Tensor:
+    """Returns a tensor that shares the memory of a read-only array."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable")
+        return torch.from_numpy(data)
 
 
 def _from_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:

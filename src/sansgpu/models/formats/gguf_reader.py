@@ -188,6 +188,19 @@ class _Reader:
             raise ValueError(f"a string of {size:,} bytes is too long")
         return self._next(size).tobytes().decode()
 
+    def _strings(self, count: int) -> list[str]:
+        """Reads an array, which may have hundreds of thousands of strings, so that each takes little work."""
+        content, order = memoryview(self._content), "little" if self._order == "<" else "big"
+        strings, offset, end = list[str](), self._offset, len(content)
+        for _ in range(count):
+            size = int.from_bytes(content[offset : offset + 8], order)
+            offset += 8 + size
+            if offset > end:
+                raise ValueError(f"the file ends before byte {offset:,}")
+            strings.append(str(content[offset - size : offset], "utf-8"))
+        self._offset = offset
+        return strings
+
     def _count(self, added: int) -> None:
         self._values += added
         if self._values > MAX_VALUES:
@@ -203,7 +216,7 @@ class _Reader:
         if inner in _NUMPY_TYPES:
             return self._numbers(_NUMPY_TYPES[inner], count)
         if inner == GGUFValueType.STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         raise ValueError("nested arrays are not supported")
 
     def _header(self) -> tuple[str, list[int], Encoding, int]:

@@ -85,9 +85,10 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
     known = _pre_tokenizers().get(str(metadata.get(Keys.Tokenizer.PRE)))
     adds_bos = bool(metadata.get(Keys.Tokenizer.ADD_BOS, known is not None and known.adds_bos))
-    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if adds_bos else None)
+    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON)
+    backend = Backend.from_str(tokenizer_json) if tokenizer_json else _rebuilt(metadata, bos if adds_bos else None)
     template = metadata.get(Keys.Tokenizer.CHAT_TEMPLATE)
-    return TokenizerParts(tokenizer_json, bos, eos, pad, adds_bos, template)
+    return TokenizerParts(backend, bos, eos, pad, adds_bos, template)
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -97,8 +98,8 @@ def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
     return [index for index in dict.fromkeys(found) if isinstance(index, int)]
 
 
-def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
-    """Builds a tokenizer.json from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
+def _rebuilt(metadata: Mapping[str, Any], bos: int | None) -> Backend:
+    """Builds a tokenizer from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
     names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
     vocabulary = {name: index for index, name in enumerate(names)}
     build = _sentence_piece if metadata.get(Keys.Tokenizer.MODEL) == _SENTENCE_PIECE else _byte_level
@@ -109,7 +110,7 @@ def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
     if bos is not None:
         first = names[bos]
         backend.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, bos)])
-    return str(backend.to_str())
+    return backend
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Backend:

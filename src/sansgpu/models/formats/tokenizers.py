@@ -35,13 +35,13 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """The content of a tokenizer.json, its special tokens and its chat template.
+    """A tokenizer, its special tokens and its chat template.
 
     If `adds_bos`, the tokenizer adds `bos_id` at the start of each text. An answer of the chat template ends with the
     token `turn_end_id`, or if that is None, with the text `turn_end`.
     """
 
-    json: str
+    backend: Backend
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
@@ -58,9 +58,9 @@ class TokenizerParts:
         return [index for index in known if index is not None]
 
     @cached_property
-    def backend(self) -> Backend:
-        """The parsed tokenizer, which takes noticeable memory until this object is freed."""
-        return Backend.from_str(self.json)
+    def json(self) -> str:
+        """The content of its tokenizer.json."""
+        return str(self.backend.to_str())
 
     def token(self, index: int | None) -> str | None:
         """Returns the text of a token, or None for None. Raises ConfigError if there is no such token."""

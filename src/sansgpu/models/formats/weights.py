@@ -19,7 +19,15 @@ from torch import nn
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
-from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight, format_for, quantize_rows
+from sansgpu.kernels.block_quantization import (
+    FORMATS,
+    WRITTEN,
+    BlockFormat,
+    Matrix,
+    QuantizedWeight,
+    format_for,
+    quantize_rows,
+)
 from sansgpu.models.formats.safetensors_file import open_weights
 from sansgpu.models.modules import INIT_STD
 from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
@@ -136,10 +144,12 @@ def matrix_formats(
 ) -> dict[str, MatrixFormat]:
     """Returns the format of each matrix of a model that is quantized in memory, by name.
 
-    `stored` are the tensors of a GGUF file. Layers that the file does not have get its first quantization.
+    `stored` are the tensors of a GGUF file. Layers that the file does not have get the first of its quantizations that
+    sansgpu writes.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    usual = next((tensor.quantized_as for tensor in stored.values() if tensor.quantized_as), None)
+    kinds = [tensor.quantized_as for tensor in stored.values() if tensor.quantized_as]
+    usual = next((kind for kind in kinds if kind in WRITTEN), REQUANTIZED if kinds else None)
     found: dict[str, MatrixFormat] = {}
     for key, matrix in quantizable_matrices(model).items():
         name, (outputs, inputs) = names[key], matrix.shape
@@ -153,7 +163,7 @@ def matrix_formats(
 def random_weights(
     model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns random quantized weights for the matrices of `matrix_formats`."""
+    """Returns quantized weights, random ones if sansgpu can write the format, for the matrices of `matrix_formats`."""
     found: dict[str, StoredTensor] = {}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, matrix in matrix_formats(model, precision, stored).items():
@@ -163,6 +173,10 @@ def random_weights(
 
 
 def _random_blocks(matrix: MatrixFormat) -> QuantizedWeight:
+    if matrix.format.name not in WRITTEN:
+        return QuantizedWeight(
+            torch.zeros(matrix.outputs, matrix.bytes // matrix.outputs, dtype=torch.uint8), matrix.format
+        )
     generator = torch.Generator().manual_seed(0)
     rows = quantize_rows(torch.randn(_RANDOM_ROWS, matrix.inputs, generator=generator) * INIT_STD, matrix.format)
     repeated = rows.repeat(-(-matrix.outputs // _RANDOM_ROWS), 1)[: matrix.outputs]

@@ -28,6 +28,7 @@ from sansgpu.models.huggingface.source import (
 )
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedModel
 
     from sansgpu.models.formats.gguf_file import GGUFFile
@@ -103,10 +104,18 @@ def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> 
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
     adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
-    tokenizer_json, ends = tokenizer.backend_tokenizer.to_str(), end_tokens(tokenizer, known_ends or ())
+    ends = end_tokens(tokenizer, known_ends or ())
     text = next(iter(stop_strings(tokenizer)), "")
     return TokenizerParts(
-        tokenizer_json, bos, ends.eos, tokenizer.pad_token_id, adds_bos, template, ends.turn, text, ends.ids
+        tokenizer.backend_tokenizer,
+        bos,
+        ends.eos,
+        tokenizer.pad_token_id,
+        adds_bos,
+        template,
+        ends.turn,
+        text,
+        ends.ids,
     )
 
 
@@ -141,12 +150,22 @@ def _require_finite_length(tokenizer: Any, name: str | None) -> None:
         raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(length)}; set it to a number.")
 
 
+class _Owned:
+    """A tokenizer that copy.deepcopy does not copy, which takes seconds with a large vocabulary."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: object) -> Backend:
+        return self._backend
+
+
 def _tokenizer_of(file: GGUFFile) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     parts = file.tokenizer
     return PreTrainedTokenizerFast(
-        tokenizer_object=parts.backend,  # copied by the constructor
+        tokenizer_object=_Owned(parts.backend),
         bos_token=parts.token(parts.bos_id),
         eos_token=parts.token(parts.eos_id),
         pad_token=parts.token(parts.pad_id),

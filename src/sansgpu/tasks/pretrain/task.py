@@ -28,8 +28,8 @@ from sansgpu.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     load_tokenizer_of_model,
-    parsed_tokenizer,
     special_tokens_around,
+    tokenizer_of_model,
 )
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.reading import read_object
@@ -299,9 +299,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
-        parts = TokenizerParts(
-            tokenizer.backend.to_str(), end, end, end, adds_bos=True
-        )  # the end-of-text token is also the first token of a document
+        # The end-of-text token is also the first token of a document.
+        parts = TokenizerParts(tokenizer.backend, end, end, end, adds_bos=True)
         return hugging_face_config(decoder.config, end), weights, parts
 
 
@@ -374,7 +373,7 @@ def _with_rows(tokenizer: Tokenizer, model: TransformerLM | HuggingFaceLM, sourc
 
 def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     parts = file.tokenizer
-    tokenizer = parsed_tokenizer(parts.json, parts.token(parts.eos_id), file.path)
+    tokenizer = tokenizer_of_model(parts.backend, parts.token(parts.eos_id), file.path)
     tokenizer.prefix_ids, tokenizer.suffix_ids = special_tokens_around(tokenizer.backend)
     if parts.adds_bos and parts.bos_id is not None and not tokenizer.prefix_ids:
         tokenizer.prefix_ids = (parts.bos_id,)
