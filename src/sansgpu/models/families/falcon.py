@@ -1,3 +1,58 @@
-from sansgpu.models.family import Family
+"""Falcon with RoPE, whose attention ignores transformers' attention interface."""
 
-FAMILY = Family(title="Falcon", tiny={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.rotary import rotate_heads
+from sansgpu.models.family import Family
+from sansgpu.models.layer_trials import with_forward
+
+
+class FalconAttention:
+    """Mixin for attention that computes its scores with our interface."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        alibi: None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        layer_past: Any = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        from sansgpu.models.huggingface.attention_interface import attention_forward
+
+        assert position_embeddings is not None
+        module = cast(Any, self)
+        q, k, v = module._split_heads(module.query_key_value(hidden_states))
+        cos, sin = (angles.unsqueeze(1) for angles in position_embeddings)
+        q, k = rotate_heads(q, k, cos, sin)
+        v = v.transpose(1, 2)
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, module.layer_idx)
+        module.num_key_value_groups = q.shape[1] // k.shape[1]
+        out, _ = attention_forward(module, q, k, v, attention_mask)
+        return module.dense(out.flatten(2)), None
+
+
+def use_attention_interface(model: nn.Module) -> None:
+    """Makes the attention of Falcon use our attention interface, in place. Models with ALiBi stay unchanged."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if type(module).__name__ == "FalconAttention" and not config.alibi:
+            module.__class__ = with_forward(FalconAttention, type(module))
+        elif type(module).__name__ == "FalconLinear":
+            module.__class__ = Linear  # the class exists for other roundings only
+
+
+FAMILY = Family(
+    title="Falcon",
+    tiny={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    patches=(use_attention_interface,),
+)

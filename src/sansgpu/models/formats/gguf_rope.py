@@ -48,7 +48,7 @@ def has_unsupported_rope(family: Family, settings: Settings) -> bool:
 
 
 def _scalings(family: Family) -> tuple[str, ...]:
-    """Returns the types of scaled RoPE that llama.cpp supports. It would apply YaRN to layers with their own RoPE, too."""
+    """Returns the types of scaled RoPE that llama.cpp supports; not YaRN, if some layers have an unscaled RoPE."""
     return family.gguf_rope_types if family.gguf_local_rope else ("yarn", *family.gguf_rope_types)
 
 
