@@ -10,6 +10,7 @@ from torch import nn
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.family import Family
+from sansgpu.models.huggingface.attention_interface import attention_forward, give_our_masks
 from sansgpu.models.layer_trials import with_forward
 
 
@@ -26,8 +27,6 @@ class FalconAttention:
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        from sansgpu.models.huggingface.attention_interface import attention_forward
-
         assert position_embeddings is not None
         module = cast(Any, self)
         q, k, v = module._split_heads(module.query_key_value(hidden_states))
@@ -43,12 +42,15 @@ class FalconAttention:
 
 def use_attention_interface(model: nn.Module) -> None:
     """Makes the attention of Falcon use our attention interface, in place. Models with ALiBi stay unchanged."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) != "falcon" or config.alibi:
+        return
+    give_our_masks(model)
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if type(module).__name__ == "FalconAttention" and not config.alibi:
+        if type(module).__name__ == "FalconAttention":
             module.__class__ = with_forward(FalconAttention, type(module))
         elif type(module).__name__ == "FalconLinear":
-            module.__class__ = Linear  # the class exists for other roundings only
+            module.__class__ = Linear  # it computes the same
 
 
 FAMILY = Family(

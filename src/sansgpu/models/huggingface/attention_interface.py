@@ -5,9 +5,10 @@ B batch, T queries, S keys, H query heads, K key-value heads, d head dim, D widt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from sansgpu.kernels.attention import attention, unfused_attention, visible_keys
 from sansgpu.models.packed_masks import KeyRanges, carry, packed_mask
@@ -27,12 +28,22 @@ def use_our_attention(model: PreTrainedModel) -> bool:
     """
     if model.config._attn_implementation != "sdpa" and not _is_unfused(model):
         return False
+    _register()
+    model.set_attn_implementation(NAME)
+    return uses_our_attention(model)
+
+
+def give_our_masks(model: nn.Module) -> None:
+    """Makes transformers build our masks for a model whose attention layers call `attention_forward` themselves."""
+    _register()
+    cast(Any, model).config._attn_implementation = NAME
+
+
+def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
-    model.set_attn_implementation(NAME)
-    return uses_our_attention(model)
 
 
 def uses_our_attention(model: PreTrainedModel) -> bool:
