@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from sansgpu.kernels.attention import attention, unfused_attention, visible_keys
+from sansgpu.kernels.attention import attention, in_window, unfused_attention, visible_keys
 from sansgpu.models.packed_masks import KeyRanges, carry, packed_mask
 
 if TYPE_CHECKING:  # transformers is optional and slow to import, so functions import it when they need it
@@ -92,19 +92,23 @@ def attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of query (B, H, T, d) to key and value (B, K, S, d); returns (B, T, H, d).
 
-    `s_aux` (H,) are transformers' attention sinks.
+    `s_aux` (H,) are transformers' attention sinks. With a `window`, a query attends to at most so many of the last keys
+    that the mask lets it see, for models that give layers with and without a window the same mask.
     """
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor | None) -> torch.Tensor:
         if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # rotary embeddings return fp32
             q, k = q.to(v.dtype), k.to(v.dtype)
         uniform = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
-        if s_aux is not None and (ranges is None or not uniform):
-            raise NotImplementedError("attention sinks need key ranges, and values as wide as keys")
+        if (s_aux is not None or window is not None) and (ranges is None or not uniform):
+            raise NotImplementedError("attention sinks and windows need key ranges, and values as wide as keys")
+        if ranges is not None and window is not None:
+            ranges = in_window(ranges, window)
         if ranges is None or not uniform or any(kwargs.get(name) is not None for name in ("position_bias", "cache")):
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
