@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.family import Family
 from sansgpu.models.huggingface.attention_interface import attention_forward, give_our_masks
@@ -49,8 +48,6 @@ def use_attention_interface(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "FalconAttention":
             module.__class__ = with_forward(FalconAttention, type(module))
-        elif type(module).__name__ == "FalconLinear":
-            module.__class__ = Linear  # it computes the same
 
 
 FAMILY = Family(
