@@ -39,15 +39,26 @@ class FalconAttention:
         return module.dense(out.flatten(2)), None
 
 
+class FalconMLP:
+    """Mixin for a feed-forward layer that returns a copy, because the block adds to it in place.
+
+    PyTorch does not allow that for the output of our linear layer, which is a view.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, cast(Any, super()).forward(x).clone())
+
+
 def use_attention_interface(model: nn.Module) -> None:
     """Makes the attention of Falcon use our attention interface, in place. Models with ALiBi stay unchanged."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) != "falcon" or config.alibi:
         return
     give_our_masks(model)
+    mixins = {"FalconAttention": FalconAttention, "FalconMLP": FalconMLP}
     for module in model.modules():
-        if type(module).__name__ == "FalconAttention":
-            module.__class__ = with_forward(FalconAttention, type(module))
+        if (mixin := mixins.get(type(module).__name__)) is not None:
+            module.__class__ = with_forward(mixin, type(module))
 
 
 FAMILY = Family(
