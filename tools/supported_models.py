@@ -62,7 +62,8 @@ def write(found: dict[str, Support]) -> None:
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in written_rows("family")}
     rows |= {family.title: row_of(family, found[family.title]) for family in FAMILIES if family.title in found}
     others = set[str]() if len(found) == len(FAMILIES) else set(written_rows("trial"))
-    page = with_rows(PAGE.read_text(encoding="utf-8"), "family", [rows[family.title] for family in FAMILIES])
+    known = [rows[family.title] for family in FAMILIES if family.title in rows]
+    page = with_rows(PAGE.read_text(encoding="utf-8"), "family", known)
     PAGE.write_text(with_rows(page, "trial", in_order(found.values(), others)), encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from sansgpu.kernels.pointwise import draw_seed
 # Computes attention as `attention` does, from q (B, H, T, d), k and v (B, K, S, d) and key ranges (B, T, 2).
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_SOFTCAP_QUERIES = 256  # queries of a block in `softcapped_attention`
+_BLOCK_QUERIES = 256  # queries of a block in `unfused_attention`
 _ERROR_MESSAGES = {  # by the result of attention_forward, a constant of native.h
     "WRONG_KEY": "attention: a key index in `ranges` is out of bounds; use 0 to {keys}.",
     "WRONG_NODE": "attention: a node (root, slot) is out of bounds; use roots from 0 to {MAX_ROOT} and slots from 0 "
@@ -158,22 +158,36 @@ def attention(
     return reference_attention(q, k, v, ranges, dropout_mask, decay)
 
 
-def softcapped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, softcap: float, dropout: float = 0.0
+def unfused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes attention with scores s replaced by softcap * tanh(s / softcap), as in Gemma 2, with PyTorch's kernels.
+    """Computes attention with other scores, with PyTorch's kernels.
 
-    Takes and returns the same shapes as `attention`. Each block of queries is multiplied only with the keys that any
-    of them sees, so that a long row of packed documents does not take memory for all pairs of its tokens.
+    With `softcap`, scores s become softcap * tanh(s / softcap), as in Gemma 2. With `sinks` (H,), each query also has
+    the score of its head's sink, which has no value, as in gpt-oss. Takes and returns the same shapes as `attention`.
+    Each block of queries is multiplied only with the keys that any of them sees, so that a long row of packed documents
+    does not take memory for all pairs of its tokens.
     """
     outs, groups = [], q.shape[1] // k.shape[1]
-    for start in range(0, q.shape[2], _SOFTCAP_QUERIES):
-        queries, own = q[:, :, start : start + _SOFTCAP_QUERIES], ranges[:, start : start + _SOFTCAP_QUERIES]
+    for start in range(0, q.shape[2], _BLOCK_QUERIES):
+        queries, own = q[:, :, start : start + _BLOCK_QUERIES], ranges[:, start : start + _BLOCK_QUERIES]
         first, end = int(own[..., 0].min()), max(int(own[..., 1].max()), 1)
         keys, values = (x[:, :, first:end].repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = softcap * torch.tanh(queries @ keys.transpose(-1, -2) / (q.shape[-1] ** 0.5 * softcap))
+        scores = queries @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         visible = visible_keys(own - first, end - first)
-        weights = torch.softmax(scores.float().masked_fill(~visible, float("-inf")), dim=-1)
+        scores = scores.float().masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            own_sinks = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, own_sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : end - first]
         weights = weights.nan_to_num() * visible  # queries without keys give zeros
         outs.append(F.dropout(weights.to(v.dtype), dropout) @ values)
     return torch.cat(outs, dim=2)

@@ -30,6 +30,8 @@ TINY_HEAD_DIM: Settings = {**TINY_GQA, "head_dim": 16}
 SLIDING_WINDOW = {"sliding_window": "{arch}.attention.sliding_window"}
 LOGIT_SOFTCAP = {"final_logit_softcapping": "{arch}.final_logit_softcapping"}
 
+NTK_ALPHA = "ntk_alpha"  # Hunyuan's "dynamic" RoPE scaling, which only enlarges its base, whatever the length
+
 
 class LayerTypes(NamedTuple):
     """Converts `layer_types` and settings that follow from them to the metadata of a GGUF file and back."""
@@ -128,13 +130,16 @@ class Family:
     gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # values that llama.cpp assumes and files omit
     # Module of transformers -> module of llama.cpp, only for those that the package gguf does not know.
     gguf_modules: Mapping[str, str] = field(default_factory=dict)
+    # End of a weight's name other than ".weight" or ".bias" -> the end that makes it one of a module in `modules`.
+    gguf_parameters: Mapping[str, str] = field(default_factory=dict)
+    gguf_constants: Metadata = field(default_factory=dict)  # metadata that llama.cpp requires, but config.json lacks
     gguf_layers: LayerTypes | None = None
     # (name of a weight, settings) -> order of its rows in files; None: the same as in transformers.
     gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None
     gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a weight's name -> dimension to squeeze
     gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must be stored as f32
     gguf_norm_offset: float = 0.0  # added to the weights of norms: 1 if transformers multiplies by 1 + weight
-    gguf_rope_types: tuple[str, ...] = ()  # types of scaled RoPE that llama.cpp supports
+    gguf_rope_types: tuple[str, ...] = ()  # types of scaled RoPE that llama.cpp supports besides YaRN
     gguf_local_rope: bool = False  # sliding_attention layers have a RoPE of their own
     gguf_local_theta: float | None = None  # its base if a file has none; None: that of the other layers
     gguf_no_window: bool = False  # llama.cpp ignores sliding_window, so files get a context of at most that length

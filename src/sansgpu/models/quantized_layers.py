@@ -54,6 +54,11 @@ def matrix_of(layer: nn.Linear | nn.Embedding) -> Matrix:
     return layer.blocks if isinstance(layer, QuantizedLayer) else layer.weight
 
 
+def is_linear(layer: Any) -> bool:
+    """Returns True for nn.Linear and Falcon's class, which computes the same with other functions."""
+    return type(layer) is nn.Linear or type(layer).__name__ == "FalconLinear"
+
+
 def is_transposed(layer: nn.Module) -> bool:
     """Returns True for transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "weight", None), nn.Parameter)
@@ -94,7 +99,7 @@ def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
     found: dict[int, QuantizableMatrix] = {}
     for block in blocks_of(model):
         for layer in block.modules():
-            if type(layer) is nn.Linear or is_transposed(layer):
+            if is_linear(layer) or is_transposed(layer):
                 found[id(layer.weight)] = QuantizableMatrix((layer,), is_table=False)
     code = inspect.unwrap(type(model).forward).__code__
     for get_table in () if "weight" in code.co_names else ("get_input_embeddings", "get_output_embeddings"):

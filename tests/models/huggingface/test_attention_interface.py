@@ -13,8 +13,8 @@ from sansgpu.kernels.attention import (
     causal_ranges,
     in_window,
     reference_attention,
-    softcapped_attention,
     token_places,
+    unfused_attention,
     visible_keys,
 )
 from sansgpu.models.huggingface.attention_interface import (
@@ -80,18 +80,31 @@ def test_logits_and_gradients_are_the_models_own(name: str, padding: str | None)
         torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-4)
 
 
+UNFUSED = {
+    "softcap": lambda: transformers.Gemma2Config(
+        **SMALL, sliding_window=5, attn_logit_softcapping=0.3, attention_dropout=0
+    ),
+    "sinks": lambda: transformers.GptOssConfig(
+        **SMALL, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_softcapped_scores_and_gradients_are_the_models_own(padding: str | None) -> None:
+def test_other_scores_and_gradients_are_the_models_own(name: str, padding: str | None) -> None:
     mask, found = torch.ones(3, 20, dtype=torch.int64) if padding is None else padded(padding), []
     for ours in (False, True):
         torch.manual_seed(0)
-        config = transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=0.3, attention_dropout=0)
-        model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+        made = transformers.AutoModelForCausalLM.from_config(UNFUSED[name](), attn_implementation="eager").eval()
+        with torch.no_grad():
+            for sinks in (p for key, p in made.named_parameters() if key.endswith("sinks")):
+                sinks.copy_(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
         if ours:
-            assert not use_our_attention(model)  # because PyTorch's kernels compute it
-            assert model.config._attn_implementation == NAME
-        model(input_ids=tokens(), attention_mask=mask).logits[mask.bool()].square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
+            assert not use_our_attention(made)  # because PyTorch's kernels compute it
+            assert made.config._attn_implementation == NAME
+        made(input_ids=tokens(), attention_mask=mask).logits[mask.bool()].square().sum().backward()
+        found.append([p.grad for p in made.parameters() if p.grad is not None])
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-4)
 
@@ -99,10 +112,10 @@ def test_softcapped_scores_and_gradients_are_the_models_own(padding: str | None)
 @settings(max_examples=25)
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 600), st.integers(1, 700),
-    st.floats(0.1, 50), st.integers(0, 99),
+    st.none() | st.floats(0.1, 50), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-def test_softcapped_attention_is_the_softmax_of_capped_scores(
-    batch: int, heads: int, shared: int, queries: int, keys: int, softcap: float, seed: int
+def test_unfused_attention_is_the_softmax_of_capped_scores_and_sinks(
+    batch: int, heads: int, shared: int, queries: int, keys: int, softcap: float | None, has_sinks: bool, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads * shared, queries, 4, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -110,10 +123,12 @@ def test_softcapped_attention_is_the_softmax_of_capped_scores(
     first = torch.randint(0, keys + 1, (batch, queries), generator=draw)
     ranges = torch.stack((first, (first + torch.randint(0, 9, first.shape, generator=draw)).clamp(max=keys)), -1).int()
     scores = q @ k.repeat_interleave(shared, dim=1).transpose(-1, -2) / 2
-    visible = visible_keys(ranges, keys)
-    weights = torch.softmax((softcap * torch.tanh(scores / softcap)).masked_fill(~visible, -torch.inf), dim=-1)
-    expected = weights.nan_to_num() @ v.repeat_interleave(shared, dim=1)
-    torch.testing.assert_close(softcapped_attention(q, k, v, ranges, softcap), expected, rtol=1e-4, atol=1e-5)
+    capped = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    exponentials = capped.exp() * visible_keys(ranges, keys)
+    sinks = torch.randn(heads * shared, generator=draw, dtype=torch.float64) if has_sinks else None
+    total = exponentials.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    expected = (exponentials / total).nan_to_num() @ v.repeat_interleave(shared, dim=1)
+    torch.testing.assert_close(unfused_attention(q, k, v, ranges, softcap, sinks), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=25)

@@ -95,14 +95,25 @@ def _write_layers(settings: Settings) -> dict[str, Any]:
         if "block_ffn_dim_multiplier" in settings:
             size = int(settings["block_ffn_dim_multiplier"] * size)
             size += -size % settings["block_multiple_of"]
-    heads = [settings["num_key_value_heads"] * (layer == "full_attention") for layer in settings["layer_types"]]
-    return {"{arch}.feed_forward_length": size, "{arch}.attention.head_count_kv": heads}
+    return {"{arch}.feed_forward_length": size, **CONVOLUTIONS.write(settings)}
 
 
 def _read_layers(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
+    return {**CONVOLUTIONS.read(value_of, layers), "block_auto_adjust_ff_dim": False}
+
+
+def _write_types(settings: Settings) -> dict[str, Any]:
+    heads = [settings["num_key_value_heads"] * (layer == "full_attention") for layer in settings["layer_types"]]
+    return {"{arch}.attention.head_count_kv": heads}
+
+
+def _read_types(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
     heads = value_of("{arch}.attention.head_count_kv")
     types = ["full_attention" if count else "conv" for count in heads]
-    return {"num_key_value_heads": max(heads), "layer_types": types, "block_auto_adjust_ff_dim": False}
+    return {"num_key_value_heads": max(heads), "layer_types": types}
+
+
+CONVOLUTIONS = LayerTypes(_write_types, _read_types)  # layers without key-value heads are convolutions
 
 
 FAMILY = replace(

@@ -6,6 +6,7 @@ from sansgpu.models.families import qwen3
 from sansgpu.models.families.mistral import cased_split
 from sansgpu.models.family import TINY_GQA, PreTokenizer, full_width_heads
 
+GATE_UP = "model.layers.{}.mlp.gate_up_proj"
 FAMILY = replace(
     qwen3.FAMILY,
     title="Phi-3",
@@ -14,7 +15,7 @@ FAMILY = replace(
     modules={
         **qwen3.FAMILY.modules,
         "blocks.{}.attention.qkv": "model.layers.{}.self_attn.qkv_proj",
-        "blocks.{}.feed_forward.gate_up": "model.layers.{}.mlp.gate_up_proj",
+        "blocks.{}.feed_forward.gate_up": GATE_UP,
     },
     fixed={},
     gguf_fixed=full_width_heads,

@@ -10,6 +10,7 @@ EXPERTS = {
     "blocks.{}.experts.down": "model.layers.{}.mlp.experts.down_proj",
 }
 EXPERT_SIZE = {"moe_intermediate_size": "{arch}.expert_feed_forward_length"}
+SIGMOID_ROUTER = {"{arch}.expert_gating_func": 2}  # instead of a softmax
 ROUTER = ".ffn_gate_inp.weight"  # llama.cpp's name
 
 

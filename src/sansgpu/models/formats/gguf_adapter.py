@@ -17,12 +17,11 @@ from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.models.formats.gguf_file import (
     ModelDescription,
     describe,
-    gguf_architecture,
-    gguf_modules,
     permuted,
     write_file,
 )
 from sansgpu.models.formats.gguf_metadata import require_expressible
+from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_modules
 from sansgpu.models.formats.gguf_reader import TYPES, GGUFType
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.formats.weights import StoredTensor, as_stored

@@ -7,7 +7,7 @@ Hugging Face's names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -35,6 +35,13 @@ from sansgpu.models.formats.gguf_metadata import (
     require_expressible,
     require_sizes,
     write_settings,
+)
+from sansgpu.models.formats.gguf_names import (
+    gguf_architecture,
+    gguf_modules,
+    layer_count,
+    own_parameter,
+    parameter_of_module,
 )
 from sansgpu.models.formats.gguf_parts import read_model
 from sansgpu.models.formats.gguf_reader import (
@@ -220,7 +227,7 @@ class GGUFFile:
                     f"{self.path}: the weight {name} does not belong to the architecture {self._architecture}; "
                     "download or export the file again."
                 )
-            hf_name = f"{hf_modules[module]}.{parameter}"
+            hf_name = own_parameter(f"{hf_modules[module]}.{parameter}", self._family)
             found[hf_name] = self._stored(name, hf_name, tensor)
         stack_experts(found)
         if (activation := self._family.gguf_learned_activation) is not None:
@@ -269,7 +276,7 @@ class GGUFFile:
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
         require_sizes(self._architecture, self._metadata, {name: t.shape for name, t in self._tensors.items()})
         settings = read_settings(self._family.model_type, self._metadata, rope_factors)
-        require_layers(_layers(settings), len(self._tensors), "its metadata")
+        require_layers(layer_count(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
 
@@ -293,41 +300,12 @@ def describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: 
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def gguf_architecture(settings: Settings) -> str:
-    """Returns llama.cpp's name of the architecture."""
-    return families.get(settings["model_type"]).llama_cpp_name
-
-
-def gguf_modules(settings: Settings) -> dict[str, str]:
-    """Maps Hugging Face's module names to llama.cpp's."""
-    family, layers = families.get(settings["model_type"]), _layers(settings)
-    architecture = gguf_architecture(settings)
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    table = gguf.get_tensor_name_map(arch, layers)
-    found = {module: name for module in _module_names(family, layers) if (name := table.get_name(module))}
-    return found | {
-        hf_name.format(layer): name.format(layer)
-        for hf_name, name in family.gguf_modules.items()
-        for layer in range(layers)
-    }
-
-
-def _module_names(family: Family, layers: int) -> Iterator[str]:
-    """Yields transformers' names of the modules with weights."""
-    for pattern in family.modules.values():
-        yield from (pattern.format(layer) for layer in range(layers)) if "{}" in pattern else (pattern,)
-
-
-def _layers(settings: Settings) -> int:
-    return int(settings[families.get(settings["model_type"]).sizes["n_layers"][0]])
-
-
 def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
-    modules = gguf_modules(settings)
+    family, modules = families.get(settings["model_type"]), gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
     for hf_name, weight in separate_experts(weights):
-        module, _, parameter = hf_name.rpartition(".")
+        module, _, parameter = parameter_of_module(hf_name, family).rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
         if module not in modules:

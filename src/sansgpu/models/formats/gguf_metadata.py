@@ -82,7 +82,7 @@ def write_settings(writer: GGUFWriter, settings: Settings, weights: Mapping[str,
     """Writes the settings as metadata, with the parameters of an activation, which GGUF does not store as tensors."""
     family = families.get(settings["model_type"])
     keys = {**family.gguf_keys, **family.gguf_optional}
-    values = {key: settings[hf_key] for hf_key, key in keys.items() if hf_key in settings}
+    values = {key: settings[hf_key] for hf_key, key in keys.items() if hf_key in settings} | dict(family.gguf_constants)
     if family.gguf_layers is not None:
         values |= family.gguf_layers.write(settings)
     if family.rotary:

@@ -1,7 +1,8 @@
 """Converts RoPE's parameters to the metadata and tensors of a GGUF file and back.
 
-A model with scaled RoPE divides each frequency by a factor. llama.cpp reads the factors from tensors: one for Llama 3's
-scaling, and two for LongRoPE, for contexts up to the length of pretraining and for longer ones.
+A model with scaled RoPE divides each frequency by a factor. llama.cpp computes the factors of YaRN, and reads others
+from tensors: one for Llama 3's scaling, and two for LongRoPE, for contexts up to the length of pretraining and for
+longer ones.
 
 d / 2 frequencies, where d is how many elements of a head RoPE rotates.
 """
@@ -18,7 +19,7 @@ import torch
 from gguf import Keys
 
 from sansgpu.config import ConfigError
-from sansgpu.models.family import Family, Settings, Weights, rope_of
+from sansgpu.models.family import NTK_ALPHA, Family, Settings, Weights, rope_of
 
 _FACTORS, _LONG, _SHORT = ROPE_TENSORS = (
     "rope_freqs.weight",
@@ -30,13 +31,33 @@ _THETA = 10_000.0  # default if a file has none
 _LOCAL_THETA = "{arch}.rope.freq_base_swa"
 _LLAMA3_KEY = "sansgpu.rope_parameters"  # JSON of the parameters from which Llama 3's factors are computed
 # All Llama 3 models have these values. llama.cpp's converter writes only the tensor, the maximum of which is `factor`.
+_YARN = {  # parameter of YaRN: (GGUF's key, default)
+    "factor": (Keys.Rope.SCALING_FACTOR, 1.0),
+    "original_max_position_embeddings": (Keys.Rope.SCALING_ORIG_CTX_LEN, None),
+    "beta_fast": (Keys.Rope.SCALING_YARN_BETA_FAST, 32.0),
+    "beta_slow": (Keys.Rope.SCALING_YARN_BETA_SLOW, 1.0),
+    "llama_4_scaling_beta": (Keys.Attention.TEMPERATURE_SCALE, None),  # makes queries grow with their position
+}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def has_unsupported_rope(family: Family, settings: Settings) -> bool:
     """Returns True if llama.cpp does not support the RoPE scaling of a model."""
-    used = {rope.get("rope_type", "default") for rope in _ropes(settings)}
-    return bool(used.difference(("default", *family.gguf_rope_types)))
+    used = {_rope_type(rope) for rope in _ropes(settings)}
+    return bool(used.difference(("default", *_scalings(family))))
+
+
+def _scalings(family: Family) -> tuple[str, ...]:
+    """Returns the types of scaled RoPE that llama.cpp supports; not YaRN, if some layers have an unscaled RoPE."""
+    return family.gguf_rope_types if family.gguf_local_rope else ("yarn", *family.gguf_rope_types)
+
+
+def _rope_type(rope: Settings) -> str:
+    """Returns the type of scaling, with names of their own for variants that llama.cpp does not compute alike."""
+    name = str(rope.get("rope_type", "default"))
+    if name == "dynamic" and rope.get("alpha"):
+        return NTK_ALPHA
+    return "yarn without truncation" if name == "yarn" and not rope.get("truncate", True) else name
 
 
 def rope_metadata(settings: Settings) -> dict[str, Any]:
@@ -47,7 +68,7 @@ def rope_metadata(settings: Settings) -> dict[str, Any]:
         Keys.Attention.KEY_LENGTH: head_dim,
         Keys.Attention.VALUE_LENGTH: head_dim,
         Keys.Rope.DIMENSION_COUNT: int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        Keys.Rope.FREQ_BASE: float(rope.get("rope_theta", _THETA)),
+        Keys.Rope.FREQ_BASE: _theta(rope, head_dim),
     }
     if local:
         values[_LOCAL_THETA] = float(local[0]["rope_theta"])
@@ -57,7 +78,16 @@ def rope_metadata(settings: Settings) -> dict[str, Any]:
         case "longrope":
             values[Keys.Rope.SCALING_ORIG_CTX_LEN] = rope["original_max_position_embeddings"]
             values[Keys.Rope.SCALING_ATTN_FACTOR] = _attention_factor(rope, settings)
+        case "yarn":
+            values[Keys.Rope.SCALING_TYPE] = "yarn"
+            values |= {key: rope[name] for name, (key, _) in _YARN.items() if rope.get(name) is not None}
+            values[Keys.Rope.SCALING_ATTN_FACTOR] = _yarn_attention_factor(rope) / _yarn_scale(rope["factor"])
     return values
+
+
+def _theta(rope: Settings, head_dim: int) -> float:
+    theta = float(rope.get("rope_theta", _THETA))
+    return theta * float(rope["alpha"]) ** (head_dim / (head_dim - 2)) if _rope_type(rope) == NTK_ALPHA else theta
 
 
 def rope_tensors(settings: Settings) -> Weights:
@@ -77,7 +107,7 @@ def read_rope(
 ) -> dict[str, Any]:
     """Returns the settings of RoPE. Raises ConfigError if its scaling is not supported."""
     scaling = value_of(Keys.Rope.SCALING_TYPE) or "none"
-    if scaling not in ("none", *family.gguf_rope_types):
+    if scaling not in ("none", *_scalings(family)):
         raise ConfigError(f"its RoPE scaling type {scaling} is not supported; {OTHER_FORMAT}.")
     if (own := value_of(_LLAMA3_KEY)) is not None:
         return {"rope_parameters": json.loads(own)}
@@ -98,6 +128,8 @@ def read_rope(
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     if any(array.shape != (rotated // 2,) or not (array > 0).all() for array in factors.values()):
         raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers; {OTHER_FORMAT}.")
+    if scaling == "yarn":
+        return {"rope_parameters": {**rope, **_read_yarn(value_of)}}
     if "llama3" in family.gguf_rope_types and _FACTORS in factors:
         return {"rope_parameters": _read_llama3(rope, settings, factors[_FACTORS])}
     if "longrope" in family.gguf_rope_types and _LONG in factors:
@@ -128,6 +160,16 @@ def _read_longrope(
     return {"rope_parameters": scaled, "original_max_position_embeddings": trained}
 
 
+def _read_yarn(value_of: Callable[[str], Any]) -> dict[str, Any]:
+    read = {name: value_of(key) or default for name, (key, default) in _YARN.items()}
+    if not read["original_max_position_embeddings"]:
+        raise ConfigError(f"its RoPE has no original context length, which YaRN needs; {OTHER_FORMAT}.")
+    scale, given = _yarn_scale(read["factor"]), value_of(Keys.Rope.SCALING_ATTN_FACTOR) or 1.0
+    scale /= _yarn_scale(read["factor"], value_of(Keys.Rope.SCALING_YARN_LOG_MUL) or 0.0)
+    present = {name: value for name, value in read.items() if value is not None}
+    return {**present, "rope_type": "yarn", "attention_factor": shortest(given * scale)}
+
+
 def shortest(value: Any) -> Any:
     """Rounds a float to the shortest decimal with the same fp32 value: 9.999999974752427e-07 becomes 1e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -146,6 +188,20 @@ def _attention_factor(rope: Settings, settings: Settings) -> float:
     trained = rope["original_max_position_embeddings"]
     longer = rope.get("factor") or settings["max_position_embeddings"] / trained
     return math.sqrt(1 + math.log(longer) / math.log(trained)) if longer > 1 else 1.0
+
+
+def _yarn_attention_factor(rope: Settings) -> float:
+    """Returns the factor of queries and keys, by default the one that transformers computes."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    if scale and all_dims:
+        return _yarn_scale(rope["factor"], scale) / _yarn_scale(rope["factor"], all_dims)
+    return _yarn_scale(rope["factor"])
+
+
+def _yarn_scale(factor: float, multiplier: float = 1.0) -> float:
+    return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 
 
 def _llama3_factors(rope: Settings, d: int) -> torch.Tensor:

@@ -5,11 +5,12 @@ B batch, T queries, S keys, H query heads, K key-value heads, d head dim, D widt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
-from sansgpu.kernels.attention import attention, softcapped_attention, visible_keys
+from sansgpu.kernels.attention import attention, in_window, unfused_attention, visible_keys
 from sansgpu.models.packed_masks import KeyRanges, carry, packed_mask
 
 if TYPE_CHECKING:  # transformers is optional and slow to import, so functions import it when they need it
@@ -22,25 +23,38 @@ NAME = "sansgpu"
 def use_our_attention(model: PreTrainedModel) -> bool:
     """Makes a model use our attention interface if it would use SDPA; returns whether our kernel now computes it.
 
-    Softcapped scores are computed with PyTorch's kernels. Other models, e.g. with attention sinks, stay unchanged.
+    Softcapped scores and attention sinks are computed with PyTorch's kernels. Other models that do not use SDPA stay
+    unchanged.
     """
-    if model.config._attn_implementation != "sdpa" and not _is_softcapped(model):
+    if model.config._attn_implementation != "sdpa" and not _is_unfused(model):
         return False
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, _mask)
+    _register()
     model.set_attn_implementation(NAME)
     return uses_our_attention(model)
 
 
+def give_our_masks(model: nn.Module) -> None:
+    """Makes transformers build our masks for a model whose attention layers call `attention_forward` themselves."""
+    _register()
+    cast(Any, model).config._attn_implementation = NAME
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
 def uses_our_attention(model: PreTrainedModel) -> bool:
     """Returns whether our kernel computes the attention of a model."""
-    return bool(model.config._attn_implementation == NAME) and not _is_softcapped(model)
+    return bool(model.config._attn_implementation == NAME) and not _is_unfused(model)
 
 
-def _is_softcapped(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
+def _is_unfused(model: PreTrainedModel) -> bool:
+    """Returns True if attention scores are softcapped, or compete with the learned scores of sinks."""
+    is_softcapped = bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
+    return is_softcapped or any("sinks" in module._parameters for module in model.modules())
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
@@ -77,14 +91,24 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention of query (B, H, T, d) to key and value (B, K, S, d); returns (B, T, H, d)."""
+    """Computes attention of query (B, H, T, d) to key and value (B, K, S, d); returns (B, T, H, d).
+
+    `s_aux` (H,) are transformers' attention sinks. With a `window`, a query attends to at most so many of the last keys
+    that the mask lets it see, for models that give layers with and without a window the same mask.
+    """
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor | None) -> torch.Tensor:
         if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # rotary embeddings return fp32
             q, k = q.to(v.dtype), k.to(v.dtype)
         uniform = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
+        if (s_aux is not None or window is not None) and (ranges is None or not uniform):
+            raise NotImplementedError("attention sinks and windows need key ranges, and values as wide as keys")
+        if ranges is not None and window is not None:
+            ranges = in_window(ranges, window)
         if ranges is None or not uniform or any(kwargs.get(name) is not None for name in ("position_bias", "cache")):
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -98,8 +122,8 @@ def attention_forward(
             q = q * (scaling * root)
         return (
             attention(q, k, v, ranges, dropout)
-            if softcap is None
-            else softcapped_attention(q, k, v, ranges, softcap, dropout)
+            if softcap is None and s_aux is None
+            else unfused_attention(q, k, v, ranges, softcap, s_aux, dropout)
         )
 
     packed = packed_mask(attention_mask)

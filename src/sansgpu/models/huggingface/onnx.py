@@ -48,6 +48,7 @@ _OUTPUTS: dict[HeadType, tuple[str, ...]] = {
 }
 _CHECKED_SHAPES = ((1, 7), (12, 160))  # (batch, tokens); the second exceeds the usual window of local attention
 _TRACED_SHAPE = (2, 16)
+_SMALLEST_ADDED = 1.01e-8  # onnxscript removes additions of 1e-8 as if they added 0
 _RESERVED_POSITIONS = 2  # RoBERTa cannot use the first two positions of its context
 _LARGE_BYTES = 3 << 29  # larger models are stored in several files, because an ONNX file is limited to 2 GB
 
@@ -241,6 +242,7 @@ def _trace(model: _TracedModel, path: Path, name: str) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    _raise_epsilons(model)
     with quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
@@ -257,6 +259,15 @@ def _trace(model: _TracedModel, path: Path, name: str) -> None:
         assert program is not None
         ClearMetadataAndDocStringPass()(program.model)  # removes stack traces with paths of this machine
         program.save(path)
+
+
+def _raise_epsilons(model: torch.nn.Module) -> None:
+    """Keeps the exporter from removing the epsilon of norms, as in Helium, so that padding would give NaN."""
+    for module in model.modules():
+        for name in ("eps", "variance_epsilon"):
+            value = getattr(module, name, None)
+            if isinstance(value, float) and 0 < value < _SMALLEST_ADDED:
+                setattr(module, name, _SMALLEST_ADDED)
 
 
 def _reason(error: BaseException) -> str:

@@ -38,6 +38,7 @@ from sansgpu.models.layer_trials import (
     with_forward,
 )
 from sansgpu.models.packed_masks import projected_heads
+from sansgpu.models.quantized_layers import is_linear
 from sansgpu.models.recurrent_layers import use_recurrent_kernels
 from sansgpu.models.relative_attention import fuse_relative_attention, has_relative_attention
 
@@ -291,7 +292,7 @@ class Dropout(nn.Dropout):
 def patch_layers(model: nn.Module) -> None:
     """Makes the Linear, Dropout, LayerNorm and Embedding layers of a model use our kernels, in place."""
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if is_linear(module):
             module.__class__ = Linear
         elif type(module) is nn.Dropout:
             module.__class__ = Dropout
