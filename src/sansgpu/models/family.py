@@ -69,6 +69,7 @@ class PreTokenizer(NamedTuple):
     patterns: tuple[str, ...]  # regular expressions, applied in this order; the last one matches every character
     ignore_merges: bool = False  # a piece that is a token is not split further, whatever the merges
     adds_bos: bool = False  # default for GGUF files that do not say whether texts start with the BOS token
+    is_alias: bool = False  # only files of other programs have this name; exports write the name with the same patterns
 
 
 class OlderRope(NamedTuple):

@@ -45,6 +45,14 @@ def longrope(trained: int) -> dict[str, Any]:
     }
 
 
+YARN: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 16.0, "attention_factor": 1.3,
+    }
+}  # fmt: skip
+
+
 BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its tiny config.json)
     **{family.model_type: (family.model_type, family.tiny_exported) for family in families.with_gguf()},
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -58,6 +66,7 @@ BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its 
     "short_longrope": ("phi3", longrope(256)),
     "long_longrope": ("phi3", longrope(64)),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    **{f"{name}_yarn": (name, YARN) for name in ("llama", "qwen2", "qwen3", "olmo2", "phi")},
     "tied_qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True}),
 }
 

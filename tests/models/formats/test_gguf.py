@@ -41,7 +41,18 @@ from tests.models.small import IN_GGUF, TOKENIZER, model_of, tokens
 HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
 
 # The other bases are read back before a release.
-OFTEN = ("llama3", "gpt2", "xielu", "gemma3_text", "phi", "long_longrope", "lfm2", "tied_qwen2_moe", "granitemoe")
+OFTEN = (
+    "llama3",
+    "qwen2_yarn",
+    "gpt2",
+    "xielu",
+    "gemma3_text",
+    "phi",
+    "long_longrope",
+    "lfm2",
+    "tied_qwen2_moe",
+    "granitemoe",
+)
 
 
 def read(path: Path) -> TransformerLM:
@@ -185,7 +196,8 @@ QWEN3 = hugging_face_config(model_of("grouped").config, 0)
         ({"hidden_act": "gelu"}, "supports only silu in qwen3, but this model uses gelu"),
         ({"use_sliding_window": True}, "does not support use_sliding_window"),
         ({"attention_bias": True}, "does not support attention_bias"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "does not support rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "does not support rope_parameters"),
         ({"num_hidden_layers": 1}, "has no weight model.layers.1."),
     ],
@@ -210,7 +222,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
         ("gemma", {"hidden_act": "gelu"}, "supports only gelu_pytorch_tanh in gemma, but this model uses gelu"),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, r"no_rope_layers \[1, 1, 0, 1, 1\] in smollm3"),
         ("olmo2", {"head_dim": 32}, "head_dim 32 in olmo2"),
-        ("phi3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ("phi3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ("exaone4", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .* in exaone4"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "does not support rope_parameters"),
         ("lfm2", {"conv_bias": True}, "conv_bias True in lfm2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -334,7 +348,7 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
         ({"leave_out": "token_embd.weight"}, "the model's metadata are incomplete"),
         ({"leave_out": "qwen3.block_count"}, "the model's metadata are incomplete .'qwen3.block_count' is missing"),
         ({"leave_out": "qwen3.attention.head_count"}, "the model's metadata are incomplete"),
-        ({"qwen3.rope.scaling.type": "yarn"}, "RoPE scaling type yarn"),
+        ({"qwen3.rope.scaling.type": "linear"}, "RoPE scaling type linear"),
         ({"odd.weight": torch.ones(3).numpy()}, "the weight odd.weight does not belong to the architecture qwen3"),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) if isinstance(changes, dict) else "",

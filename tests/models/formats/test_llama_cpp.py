@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
+from sansgpu.models import families
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_reader import GGUFType
 from sansgpu.models.formats.gguf_source import open_gguf
@@ -18,6 +19,7 @@ from tests.models.formats.gguf_models import (
     TEKKEN,
     base,
     logits_of,
+    rewritten,
     sentence_piece,
     split,
     write_base,
@@ -94,6 +96,18 @@ def test_odd_texts_become_the_same_tokens_up_to_case(tokenizer: Tokenizer, tmp_p
     texts = [*ODD, *random_texts(1000), "iPhone SHOUTed DON'T He'LL Привет МИР ÀÉ हिन्दी में ᾈ ǅ"]
     texts = [text for text in texts if not has_case_beyond_ascii(text)]
     assert odd(theirs, tokenizer, texts) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["command-r", "starcoder", "chatglm-bpe", "glm4", "stablelm2", "olmo", "seed-coder"])
+def test_odd_texts_become_the_same_tokens_with_names_of_other_families(name: str, tmp_path: Path) -> None:
+    patterns = {known: one.patterns for family in families.every() for known, one in family.pre_tokenizers.items()}
+    tokenizer = split(*patterns[name], tokenizer=BPE)
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f16", tokenizer)
+    key = "tokenizer.ggml.pre"
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out=key, **{key: name})
+    # without the characters of all scripts, because some of the newest are digits only for one of the two
+    assert odd(LlamaFile(path), tokenizer, [*ODD, *random_texts(300)[:300]]) == []
 
 
 @pytest.mark.parametrize(

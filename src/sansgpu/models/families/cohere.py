@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sansgpu.models.families import qwen3
+from sansgpu.models.families import llama, qwen3
 from sansgpu.models.families.phi import LAYER_NORM_EPS
 from sansgpu.models.family import TINY_GQA, full_width_heads
 
@@ -23,4 +23,5 @@ FAMILY = replace(
     gguf_settings={"logit_scale": "{arch}.logit_scale"},
     gguf_fixed=full_width_heads,
     rope_theta=500_000.0,
+    pre_tokenizers={"command-r": llama.DIGITS_APART._replace(is_alias=True)},
 )

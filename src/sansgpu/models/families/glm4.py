@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from sansgpu.models.families import phi3, qwen3
-from sansgpu.models.family import TINY_HEAD_DIM
+from sansgpu.models.families import llama, phi3, qwen3
+from sansgpu.models.family import TINY_HEAD_DIM, PreTokenizer
 
 FAMILY = replace(
     qwen3.FAMILY,
@@ -19,4 +19,5 @@ FAMILY = replace(
     activations={},
     fixed={},
     biases={},
+    pre_tokenizers=dict.fromkeys(("chatglm-bpe", "glm4"), PreTokenizer((llama.GPT4_SPLIT,), is_alias=True)),
 )

@@ -20,6 +20,7 @@ GPT4_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DIGITS_APART = PreTokenizer((r"\p{N}", GPT2_SPLIT))
 FAMILY = replace(
     qwen3.FAMILY,
     title="Llama",
@@ -32,6 +33,6 @@ FAMILY = replace(
         "llama-bpe": PreTokenizer((GPT4_SPLIT,), ignore_merges=True, adds_bos=True),
         # The pattern of tokenizers that sansgpu trains. Of llama.cpp's names for it, this one has no side effects.
         "dbrx": PreTokenizer((GPT4_SPLIT,)),
-        "smollm": PreTokenizer((r"\p{N}", GPT2_SPLIT)),
+        "smollm": DIGITS_APART,
     },
 )

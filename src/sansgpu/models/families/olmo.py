@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from sansgpu.models.families import llama, qwen3
+from sansgpu.models.families import gpt2, llama, qwen3
 from sansgpu.models.families.phi import LAYER_NORM_EPS
-from sansgpu.models.family import TINY_GQA, full_width_heads
+from sansgpu.models.family import TINY_GQA, PreTokenizer, full_width_heads
 
 _EPS = {LAYER_NORM_EPS[0]: 1e-5}  # config.json does not contain it
 FAMILY = replace(
@@ -21,4 +21,5 @@ FAMILY = replace(
     gguf_optional={"clip_qkv": "{arch}.attention.clamp_kqv"},
     gguf_fixed=full_width_heads,
     gguf_rope_types=(),
+    pre_tokenizers={"olmo": PreTokenizer((gpt2.SPLIT,), is_alias=True)},
 )

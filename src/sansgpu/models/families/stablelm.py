@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from sansgpu.models.families import qwen3
+from sansgpu.models.families import qwen2, qwen3
 from sansgpu.models.families.phi import LAYER_NORM_EPS
 from sansgpu.models.family import TINY_GQA, full_width_heads
 
@@ -16,4 +16,5 @@ FAMILY = replace(
     gguf_settings={"use_parallel_residual": "{arch}.use_parallel_residual"},
     gguf_fixed=full_width_heads,
     gguf_needs_head=True,
+    pre_tokenizers={"stablelm2": qwen2.SPLIT._replace(is_alias=True)},
 )

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from sansgpu.models.families import qwen3
+from sansgpu.models.families import llama, qwen3
 from sansgpu.models.family import TINY_GQA, full_width_heads
 
 FAMILY = replace(
@@ -26,4 +26,5 @@ FAMILY = replace(
     biases={},
     gguf_fixed=full_width_heads,
     gguf_no_window=True,
+    pre_tokenizers={"starcoder": llama.DIGITS_APART._replace(is_alias=True)},
 )

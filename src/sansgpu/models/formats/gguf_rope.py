@@ -161,7 +161,7 @@ def _read_longrope(
 
 
 def _read_yarn(value_of: Callable[[str], Any]) -> dict[str, Any]:
-    read = {name: value_of(key) or default for name, (key, default) in _YARN.items()}
+    read: dict[str, Any] = {name: value_of(key) or default for name, (key, default) in _YARN.items()}
     if not read["original_max_position_embeddings"]:
         raise ConfigError(f"its RoPE has no original context length, which YaRN needs; {OTHER_FORMAT}.")
     scale, given = _yarn_scale(read["factor"]), value_of(Keys.Rope.SCALING_ATTN_FACTOR) or 1.0

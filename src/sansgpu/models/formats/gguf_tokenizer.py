@@ -222,8 +222,8 @@ def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
     if model["type"] == "BPE" and split is not None and model["merges"] and _is_nfc_or_none(raw["normalizer"]):
         affixed = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
         wanted = (split, bool(model.get("ignore_merges")))
-        same = (name for name, known in _pre_tokenizers().items() if (known.patterns, known.ignore_merges) == wanted)
-        name = next(same, None)
+        known = {name: one for name, one in _pre_tokenizers().items() if not one.is_alias}
+        name = next((name for name, one in known.items() if (one.patterns, one.ignore_merges) == wanted), None)
         if name is not None and not affixed:
             return name
     raise ConfigError(
