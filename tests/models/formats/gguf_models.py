@@ -59,6 +59,8 @@ BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its 
     "long_longrope": ("phi3", longrope(64)),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
     "tied_qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True}),
+    "dense_granite4": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "normed_falcon_h1": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
 }
 
 
