@@ -6,7 +6,7 @@ from typing import Any
 
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.mamba import RATES, SQUEEZED
-from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, RowOrder, Settings
+from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, PreTokenizer, RowOrder, Settings
 
 TINY_DELTA_NET = {
     **TINY_HEAD_DIM, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
@@ -16,6 +16,10 @@ _INTERVAL, _SECTIONS = "{arch}.full_attention_interval", "{arch}.rope.dimension_
 _DEFAULT_SECTIONS = [11, 11, 10]  # dimensions of a head that RoPE rotates by time, height and width
 _LAYER = "model.layers.{}"
 _NET = f"{_LAYER}.linear_attn"
+_SPLIT = (  # Qwen2's, in which words contain marks such as accents
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UNCHANGED = Layout(lambda weight: weight, lambda weight: weight)
 
 
@@ -113,4 +117,5 @@ FAMILY = replace(
     gguf_squeezed=SQUEEZED,
     gguf_precise=(".ssm_conv1d.weight",),
     gguf_norm_offset=1.0,
+    pre_tokenizers={"qwen35": PreTokenizer((_SPLIT,))},
 )  # fmt: skip
