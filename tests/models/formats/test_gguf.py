@@ -17,6 +17,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.gguf_file import write_gguf
+from sansgpu.models.formats.gguf_layout import has_own_layout
 from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
@@ -41,7 +42,18 @@ from tests.models.small import IN_GGUF, TOKENIZER, model_of, tokens
 HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
 
 # The other bases are read back before a release.
-OFTEN = ("llama3", "gpt2", "xielu", "gemma3_text", "phi", "long_longrope", "lfm2", "tied_qwen2_moe", "granitemoe")
+OFTEN = (
+    "llama3",
+    "gpt2",
+    "xielu",
+    "gemma3_text",
+    "phi",
+    "long_longrope",
+    "lfm2",
+    "tied_qwen2_moe",
+    "granitemoe",
+    "qwen3_5_text",
+)
 
 
 def read(path: Path) -> TransformerLM:
@@ -168,7 +180,9 @@ def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     given_file = ModelConfig(name_or_path=str(tmp_path / "model.gguf"))
     back, its_tokenizer = load_pretrained(given_file, Head("causal"), 0).eval(), load_tokenizer_of(given_file)
     ids = tokenizer("naïve <|im_end|> 12").input_ids
-    assert torch.equal(logits_of(back, ids), logits_of(model, ids))
+    settings, found, expected = model.config.to_dict(), logits_of(back, ids), logits_of(model, ids)
+    rounds = any(has_own_layout(weight, settings) for weight in model.state_dict())
+    assert float((found - expected).abs().max()) <= (1e-5 if rounds else 0.0)
     assert its_tokenizer("naïve <|im_end|> 12").input_ids == ids
     assert its_tokenizer.chat_template == tokenizer.chat_template
     assert its_tokenizer.eos_token == tokenizer.eos_token == "<|im_end|>"

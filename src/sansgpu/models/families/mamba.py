@@ -6,12 +6,16 @@ from sansgpu.models.family import Family, LayerTypes, Layout, Settings
 RATES = Layout(lambda logs: -logs.exp(), lambda rates: (-rates).log())
 PRECISE = (".ssm_conv1d.weight", ".ssm_a", ".ssm_d")  # llama.cpp's names
 SQUEEZED = {".conv1d.weight": 1}  # (channels, 1, width)
-ANY_CONTEXT = {"{arch}.context_length": 2**20}  # what llama.cpp's converter writes for models without positions
 
 
 def mixer_weights(mixer: str) -> dict[str, str]:
     """Returns `gguf_weights` of the Mamba layers that are modules with the name `mixer`."""
     return {f"{mixer}.A_log": "blk.{}.ssm_a", f"{mixer}.D": "blk.{}.ssm_d"}
+
+
+def write_layers(settings: Settings) -> dict[str, int]:
+    """Returns metadata that llama.cpp requires although they mean nothing to models without attention."""
+    return {"{arch}.context_length": 2**20, "{arch}.feed_forward_length": 0, "{arch}.attention.head_count": 0}
 
 
 def mixer_layout(name: str, settings: Settings) -> Layout | None:
@@ -50,10 +54,7 @@ FAMILY = Family(
         "intermediate_size": "{arch}.ssm.inner_size",
         "time_step_rank": "{arch}.ssm.time_step_rank",
     },
-    gguf_layers=LayerTypes(
-        lambda settings: {**ANY_CONTEXT, "{arch}.feed_forward_length": 0, "{arch}.attention.head_count": 0},
-        lambda value_of, layers: {},
-    ),
+    gguf_layers=LayerTypes(write_layers, lambda value_of, layers: {}),
     gguf_weights=mixer_weights(_MIXER),
     gguf_layout=mixer_layout,
     gguf_squeezed=SQUEEZED,

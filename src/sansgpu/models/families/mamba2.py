@@ -56,8 +56,7 @@ def unlimited_steps(settings: Settings) -> Settings:
 
 
 def _write(settings: Settings) -> dict[str, Any]:
-    written = {"{arch}.feed_forward_length": 0, "{arch}.attention.head_count": 0, **mamba.ANY_CONTEXT}
-    return {**written, "{arch}.ssm.inner_size": settings["num_heads"] * settings["head_dim"]}
+    return {**mamba.write_layers(settings), "{arch}.ssm.inner_size": settings["num_heads"] * settings["head_dim"]}
 
 
 def _read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from sansgpu.files.reading import read_object
 from sansgpu.models import families
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.models.formats.gguf_file import ModelDescription, describe, write_file
+from sansgpu.models.formats.gguf_layout import has_own_layout, permuted
 from sansgpu.models.formats.gguf_metadata import require_expressible
-from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_modules, has_own_layout, permuted
+from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_modules
 from sansgpu.models.formats.gguf_reader import TYPES, GGUFType
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.formats.weights import StoredTensor, as_stored

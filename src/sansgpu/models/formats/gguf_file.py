@@ -30,22 +30,14 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models import families
 from sansgpu.models.family import TENSOR_NAMES, Family, Settings, Weights
 from sansgpu.models.formats.folders import require_layers
+from sansgpu.models.formats.gguf_layout import from_file, has_own_layout, rows_from_file, to_file
 from sansgpu.models.formats.gguf_metadata import (
     read_settings,
     require_expressible,
     require_sizes,
     write_settings,
 )
-from sansgpu.models.formats.gguf_names import (
-    from_file,
-    gguf_architecture,
-    gguf_names,
-    has_own_layout,
-    hugging_face_names,
-    layers_of,
-    rows_from_file,
-    to_file,
-)
+from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_names, hugging_face_names, layer_count
 from sansgpu.models.formats.gguf_parts import read_model
 from sansgpu.models.formats.gguf_reader import (
     EMBEDDING,
@@ -219,7 +211,7 @@ class GGUFFile:
 
     def stored_weights(self) -> dict[str, StoredTensor]:
         """Returns the tensors, which are read on demand. Raises ConfigError if a name is not supported."""
-        names, layers = hugging_face_names(self.settings), layers_of(self.settings)
+        names, layers = hugging_face_names(self.settings), layer_count(self.settings)
         found: dict[str, StoredTensor] = {}
         in_settings = rope_tensors(self.settings)
         for name, tensor in self._tensors.items():
@@ -283,7 +275,7 @@ class GGUFFile:
         settings = read_settings(
             self._family.model_type, {**self._metadata, TENSOR_NAMES: self._tensors.keys()}, rope_factors
         )
-        require_layers(layers_of(settings), len(self._tensors), "its metadata")
+        require_layers(layer_count(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
 
