@@ -19,7 +19,7 @@ from sansgpu.config import DataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.models import families
-from sansgpu.models.family import TINY_CONTEXT, TINY_GQA, TINY_HEAD_DIM, TINY_MHA, Family
+from sansgpu.models.family import TINY_CONTEXT, TINY_HEAD_DIM, Family
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 CHAT_TEMPLATE = (
@@ -30,12 +30,6 @@ VOCABULARY = 1024
 TOKENS_PER_PIECE = 25  # a tokenizer is trained on (vocabulary size / this) pieces of Python's standard library
 # Families without rules of their own, whose caches tests try.
 _OTHERS = {
-    "bamba": Family(
-        tiny={
-            **TINY_GQA, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
-            "mamba_chunk_size": 16,
-        }
-    ),
     "minimax": Family(
         tiny={
             **TINY_HEAD_DIM, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"],
@@ -43,11 +37,6 @@ _OTHERS = {
         }
     ),
     "openai-gpt": Family(tiny={"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": TINY_CONTEXT}),
-    "recurrent_gemma": Family(
-        tiny={
-            **TINY_MHA, "num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 32,
-        }
-    ),
     "rwkv": Family(
         tiny={
             "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

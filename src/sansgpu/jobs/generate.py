@@ -271,14 +271,15 @@ def slots_for(model: BatchModel, requested: int | None, rows: int, length: int) 
     most = min(requested or AUTO_SLOTS, rows)
     if requested is not None or not model.together:
         return most
-    return max(1, min(most, cached_tokens(model) // length))
+    return max(1, min(most, cached_sequences(model, length)))
 
 
-def cached_tokens(model: BatchModel) -> int:
-    """Returns the number of tokens whose keys and values fit into the memory for the KV cache."""
+def cached_sequences(model: BatchModel, length: int) -> int:
+    """Returns the number of sequences of `length` tokens that fit into the memory for the cache."""
     probe = model.open_reader(1, PROBE_TOKENS)
     probe.add([[0]])
-    return int(CACHE_RATIO * available_memory(torch.device("cpu"))) // probe.token_bytes
+    size = probe.token_bytes * length + probe.sequence_bytes
+    return int(CACHE_RATIO * available_memory(torch.device("cpu"))) // size
 
 
 def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Completion]:

@@ -28,13 +28,14 @@ TINY_HEAD_DIM: Settings = {**TINY_GQA, "head_dim": 16}
 
 # Settings that several families write to GGUF files: key of config.json -> key of GGUF.
 SLIDING_WINDOW = {"sliding_window": "{arch}.attention.sliding_window"}
+TENSOR_NAMES = "tensors"  # key with which `LayerTypes.read` gets the names of a file's tensors
 LOGIT_SOFTCAP = {"final_logit_softcapping": "{arch}.final_logit_softcapping"}
 
 NTK_ALPHA = "ntk_alpha"  # Hunyuan's "dynamic" RoPE scaling, which only enlarges its base, whatever the length
 
 
 class LayerTypes(NamedTuple):
-    """Converts `layer_types` and settings that follow from them to the metadata of a GGUF file and back."""
+    """Converts settings that have no key of their own in GGUF, such as `layer_types`, to a file's metadata and back."""
 
     write: Callable[[Settings], dict[str, Any]]  # settings -> metadata by key
     read: Callable[[Callable[[str], Any], int], dict[str, Any]]  # (get(key), number of layers) -> settings
@@ -48,19 +49,32 @@ class LearnedActivation(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """How llama.cpp reorders the rows of a matrix: reshaped to `shape`, with `axis` and the next one exchanged."""
+    """How llama.cpp reorders the rows of a matrix: reshaped to `shape`, with `axis` and the next one exchanged.
+
+    The rows before `first` keep their places.
+    """
 
     shape: tuple[int, ...]
     axis: int
+    first: int = 0
 
     def to_file(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = rows.reshape(*self.shape, *rows.shape[1:])
-        return parts.transpose(self.axis, self.axis + 1).reshape(rows.shape)
+        before, after = rows[: self.first], rows[self.first :]
+        parts = after.reshape(*self.shape, *after.shape[1:])
+        moved = parts.transpose(self.axis, self.axis + 1).reshape(after.shape)
+        return torch.cat((before, moved)) if self.first else moved
 
     def from_file(self, rows: torch.Tensor) -> torch.Tensor:
         exchanged = list(self.shape)
         exchanged[self.axis : self.axis + 2] = reversed(self.shape[self.axis : self.axis + 2])
-        return RowOrder(tuple(exchanged), self.axis).to_file(rows)
+        return RowOrder(tuple(exchanged), self.axis, self.first).to_file(rows)
+
+
+class Layout(NamedTuple):
+    """Converts a weight to another form in which llama.cpp stores it, and back."""
+
+    to_file: Callable[[torch.Tensor], torch.Tensor]
+    from_file: Callable[[torch.Tensor], torch.Tensor]
 
 
 class PreTokenizer(NamedTuple):
@@ -131,12 +145,19 @@ class Family:
     gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # values that llama.cpp assumes and files omit
     # Module of transformers -> module of llama.cpp, only for those that the package gguf does not know.
     gguf_modules: Mapping[str, str] = field(default_factory=dict)
-    # End of a weight's name other than ".weight" or ".bias" -> the end that makes it one of a module in `modules`.
-    gguf_parameters: Mapping[str, str] = field(default_factory=dict)
     gguf_constants: Metadata = field(default_factory=dict)  # metadata that llama.cpp requires, but config.json lacks
+    # (settings) -> the same for modules whose names in llama.cpp depend on the settings
+    gguf_more_modules: Callable[[Settings], Mapping[str, str]] = lambda settings: {}
+    # Weight of transformers -> weight of llama.cpp, only for those whose last parts differ, too.
+    gguf_weights: Mapping[str, str] = field(default_factory=dict)
+    # Module of transformers whose outputs llama.cpp computes with two modules, a half each -> names of the halves.
+    gguf_halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     gguf_layers: LayerTypes | None = None
     # (name of a weight, settings) -> order of its rows in files; None: the same as in transformers.
     gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None
+    # (name of a weight, settings) -> its form in files after reordering and squeezing; None: the same
+    gguf_layout: Callable[[str, Settings], Layout | None] = lambda name, settings: None
+    gguf_gated_queries: bool = False  # q_proj also computes a gate of each query
     gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a weight's name -> dimension to squeeze
     gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must be stored as f32
     gguf_norm_offset: float = 0.0  # added to the weights of norms: 1 if transformers multiplies by 1 + weight

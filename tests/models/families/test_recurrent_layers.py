@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sansgpu.models.huggingface.generation import PretrainedSlots, slots_work
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.recurrent_layers import KernelRecurrence
@@ -104,3 +105,25 @@ def test_generated_text_is_that_of_transformers(family: str) -> None:
     prompt = torch.arange(3, 14)[None]
     found, expected = (one.generate(prompt, max_new_tokens=8, do_sample=False) for one in (patched, plain))
     assert torch.equal(found, expected)
+
+
+@FAMILIES
+@torch.no_grad()
+def test_prompts_of_a_batch_continue_as_if_they_were_alone(family: str) -> None:
+    plain, patched = models(family)
+    unpadded = UnpaddedModel(patched, pack=True)
+    assert slots_work(unpadded)
+    reader = PretrainedSlots(unpadded, 3, 64)
+    # The first prompt is shorter than the convolutions, and two are the same.
+    sequences = [[5], [*range(3, 23)], [*range(3, 23)]]
+    found = reader.add(sequences)
+    for step in range(4):
+        for logits, ids in zip(found, sequences, strict=True):
+            torch.testing.assert_close(logits, plain(torch.tensor([ids])).logits[0, -1], rtol=1e-4, atol=1e-4)
+        if step == 1:  # the first sequence ends, the others move to its slot, and another one joins
+            reader.keep([1, 2])
+            sequences = [*sequences[1:], [9, 8, 7]]
+            found = torch.cat((found[1:], reader.add(sequences[-1:])))
+        next_tokens = [(number + int(row.argmax())) % VOCABULARY for number, row in enumerate(found)]
+        sequences = [[*ids, token] for ids, token in zip(sequences, next_tokens, strict=True)]
+        found = reader.step(next_tokens)

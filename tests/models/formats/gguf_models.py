@@ -68,6 +68,8 @@ BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its 
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
     **{f"{name}_yarn": (name, YARN) for name in ("llama", "qwen2", "qwen3", "olmo2", "phi")},
     "tied_qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True}),
+    "dense_granite4": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "normed_falcon_h1": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
 }
 
 

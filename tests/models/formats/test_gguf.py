@@ -17,6 +17,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.gguf_file import write_gguf
+from sansgpu.models.formats.gguf_layout import has_own_layout
 from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
@@ -52,6 +53,7 @@ OFTEN = (
     "lfm2",
     "tied_qwen2_moe",
     "granitemoe",
+    "qwen3_5_text",
 )
 
 
@@ -179,7 +181,9 @@ def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     given_file = ModelConfig(name_or_path=str(tmp_path / "model.gguf"))
     back, its_tokenizer = load_pretrained(given_file, Head("causal"), 0).eval(), load_tokenizer_of(given_file)
     ids = tokenizer("naïve <|im_end|> 12").input_ids
-    assert torch.equal(logits_of(back, ids), logits_of(model, ids))
+    settings, found, expected = model.config.to_dict(), logits_of(back, ids), logits_of(model, ids)
+    rounds = any(has_own_layout(weight, settings) for weight in model.state_dict())
+    assert float((found - expected).abs().max()) <= (1e-5 if rounds else 0.0)
     assert its_tokenizer("naïve <|im_end|> 12").input_ids == ids
     assert its_tokenizer.chat_template == tokenizer.chat_template
     assert its_tokenizer.eos_token == tokenizer.eos_token == "<|im_end|>"

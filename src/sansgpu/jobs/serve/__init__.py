@@ -15,7 +15,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.jobs.embed import open_encoder
-from sansgpu.jobs.generate import cached_tokens, open_generator
+from sansgpu.jobs.generate import cached_sequences, open_generator
 from sansgpu.jobs.serve.worker import Worker
 from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.train.loading import ModelRequest, only_embeds
@@ -93,7 +93,7 @@ def _open_worker(request: ServeRequest, warn: Warn, progress: ReportProgress) ->
     context = request.context or min(model.context, AUTO_CONTEXT)
     slots = 1
     if model.together:
-        slots = request.max_batch or max(1, min(AUTO_SLOTS, cached_tokens(model) // context))
+        slots = request.max_batch or max(1, min(AUTO_SLOTS, cached_sequences(model, context)))
     elif request.max_batch not in (None, 1):
         raise ConfigError(
             f"{request.model.target} generates one text at a time, because its layers do not support batches; remove "

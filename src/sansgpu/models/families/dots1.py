@@ -15,7 +15,6 @@ FAMILY = replace(
     model_class="Dots1ForCausalLM",
     modules={
         **qwen3_moe.FAMILY.modules,
-        "blocks.{}.router.correction": "model.layers.{}.mlp.gate.e_score_correction",
         "blocks.{}.shared_expert.gate": "model.layers.{}.mlp.shared_experts.gate_proj",
         "blocks.{}.shared_expert.up": "model.layers.{}.mlp.shared_experts.up_proj",
         "blocks.{}.shared_expert.down": "model.layers.{}.mlp.shared_experts.down_proj",
@@ -32,7 +31,7 @@ FAMILY = replace(
         "norm_topk_prob": "{arch}.expert_weights_norm",
         "routed_scaling_factor": "{arch}.expert_weights_scale",
     },
-    gguf_parameters={".gate.e_score_correction_bias": ".gate.e_score_correction.bias"},
+    gguf_weights={"model.layers.{}.mlp.gate.e_score_correction_bias": "blk.{}.exp_probs_b.bias"},
     gguf_constants=SIGMOID_ROUTER,
     gguf_fixed=lambda settings: {
         "layer_types": ["full_attention"] * settings["num_hidden_layers"],

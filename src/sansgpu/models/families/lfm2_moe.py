@@ -17,7 +17,6 @@ FAMILY = replace(
     modules={
         **lfm2.FAMILY.modules,
         **_EXPERTS,
-        "blocks.{}.router.correction": "model.layers.{}.feed_forward.expert_bias",
     },
     fixed={**lfm2.FAMILY.fixed, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     gguf_name="lfm2moe",
@@ -27,7 +26,7 @@ FAMILY = replace(
         **EXPERT_SIZE,
         "num_dense_layers": "{arch}.leading_dense_block_count",
     },
-    gguf_parameters={".feed_forward.expert_bias": ".feed_forward.expert_bias.bias"},
+    gguf_weights={"model.layers.{}.feed_forward.expert_bias": "blk.{}.exp_probs_b.bias"},
     gguf_constants=SIGMOID_ROUTER,
     gguf_fixed=full_width_heads,
     gguf_layers=lfm2.CONVOLUTIONS,

@@ -14,12 +14,8 @@ from sansgpu.config import ConfigError
 from sansgpu.files.reading import read_object
 from sansgpu.models import families
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
-from sansgpu.models.formats.gguf_file import (
-    ModelDescription,
-    describe,
-    permuted,
-    write_file,
-)
+from sansgpu.models.formats.gguf_file import ModelDescription, describe, write_file
+from sansgpu.models.formats.gguf_layout import has_own_layout, permuted
 from sansgpu.models.formats.gguf_metadata import require_expressible
 from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_modules
 from sansgpu.models.formats.gguf_reader import TYPES, GGUFType
@@ -69,7 +65,8 @@ def _parts(name: str, settings: Mapping[str, Any], modules: Mapping[str, str]) -
     suffix = next((ending for ending in _SUFFIXES if name.endswith(ending)), "")
     module = name.removesuffix(suffix)
     is_tied_head = module == "lm_head" and settings.get("tie_word_embeddings")
-    if not suffix or module not in modules or is_tied_head:
+    is_other = module not in modules or has_own_layout(f"{module}.weight", settings)
+    if not suffix or is_other or is_tied_head:
         raise ConfigError(f"llama.cpp's adapters cannot contain {name}; remove --no-merge to export the merged model.")
     return module, suffix
 

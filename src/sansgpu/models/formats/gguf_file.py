@@ -6,6 +6,7 @@ Hugging Face's names.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,22 +28,16 @@ from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, Qua
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models import families
-from sansgpu.models.family import Family, Settings, Weights
-from sansgpu.models.formats.expert_weights import separate_experts, stack_experts
+from sansgpu.models.family import TENSOR_NAMES, Family, Settings, Weights
 from sansgpu.models.formats.folders import require_layers
+from sansgpu.models.formats.gguf_layout import from_file, has_own_layout, rows_from_file, to_file
 from sansgpu.models.formats.gguf_metadata import (
     read_settings,
     require_expressible,
     require_sizes,
     write_settings,
 )
-from sansgpu.models.formats.gguf_names import (
-    gguf_architecture,
-    gguf_modules,
-    layer_count,
-    own_parameter,
-    parameter_of_module,
-)
+from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_names, hugging_face_names, layer_count
 from sansgpu.models.formats.gguf_parts import read_model
 from sansgpu.models.formats.gguf_reader import (
     EMBEDDING,
@@ -56,11 +51,13 @@ from sansgpu.models.formats.gguf_reader import (
 )
 from sansgpu.models.formats.gguf_rope import ROPE_TENSORS, rope_tensors
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
+from sansgpu.models.formats.half_weights import separate_halves, stack_halves
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 
 # Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
@@ -215,21 +212,21 @@ class GGUFFile:
 
     def stored_weights(self) -> dict[str, StoredTensor]:
         """Returns the tensors, which are read on demand. Raises ConfigError if a name is not supported."""
-        hf_modules = {gguf_name: hf_name for hf_name, gguf_name in gguf_modules(self.settings).items()}
+        names, layers = hugging_face_names(self.settings), layer_count(self.settings)
         found: dict[str, StoredTensor] = {}
         in_settings = rope_tensors(self.settings)
         for name, tensor in self._tensors.items():
-            if name in in_settings:
-                continue
-            module, _, parameter = name.rpartition(".")
-            if module not in hf_modules:
+            number = _BLOCK.match(name)
+            if name in in_settings or (number is not None and int(number[1]) >= layers):
+                continue  # blocks after the last one predict several tokens at once; transformers does not have them
+            hf_name = names(name)
+            if hf_name is None:
                 raise ConfigError(
                     f"{self.path}: the weight {name} does not belong to the architecture {self._architecture}; "
                     "download or export the file again."
                 )
-            hf_name = own_parameter(f"{hf_modules[module]}.{parameter}", self._family)
             found[hf_name] = self._stored(name, hf_name, tensor)
-        stack_experts(found)
+        stack_halves(found, self._family.gguf_halves)
         if (activation := self._family.gguf_learned_activation) is not None:
             for hf_name, value in activation.read(self._metadata)[1].items():
                 found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
@@ -238,7 +235,7 @@ class GGUFFile:
     def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
         empty = torch.empty(tensor.shape, device="meta")
         try:
-            shape, tensor_type = tuple(_from_file(hf_name, empty, self.settings).shape), tensor.tensor_type
+            shape, tensor_type = tuple(from_file(hf_name, empty, self.settings).shape), tensor.tensor_type
         except (RuntimeError, IndexError):
             raise ConfigError(
                 f"{self.path}: the shape of {name}, {tensor.shape}, does not match its metadata; download or convert "
@@ -247,14 +244,15 @@ class GGUFFile:
         if tensor_type in _PLAIN or len(shape) != 2:
             return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
         known = FORMATS.get(tensor_type.name.lower())
-        blocks = None if known is None else partial(self._blocks, hf_name, tensor, known)
+        is_kept = known is not None and not has_own_layout(hf_name, self.settings)
+        blocks = partial(self._blocks, hf_name, tensor, known) if known is not None and is_kept else None
         return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, tensor_type.name.lower())
 
     def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
         """Returns a tensor in fp32 in transformers' layout. Raises ConfigError if its type is not supported."""
         if (known := FORMATS.get(tensor.tensor_type.name.lower())) is not None:
             rows = _as_tensor(tensor.data).flatten(0, -2)
-            return _from_file(hf_name, dequantize_rows(rows, known).view(tensor.shape), self.settings)
+            return from_file(hf_name, dequantize_rows(rows, known).view(tensor.shape), self.settings)
         try:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
@@ -263,19 +261,21 @@ class GGUFFile:
                 f"{self.path}: the tensor {name} has the type {encoding}, which cannot be read; use a file in another "
                 "quantization, e.g. Q4_K_M or Q8_0."
             ) from None
-        return _from_file(hf_name, torch.from_numpy(values), self.settings)
+        return from_file(hf_name, torch.from_numpy(values), self.settings)
 
     def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
         """Returns a quantized matrix (outputs, inputs): a view of the mapped file, or a copy with permuted rows."""
-        return QuantizedWeight(_rows_from_file(hf_name, _as_tensor(tensor.data), self.settings), known)
+        return QuantizedWeight(rows_from_file(hf_name, _as_tensor(tensor.data), self.settings), known)
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
         tied = head is None or (self._family.gguf_needs_head and np.array_equal(head.data, embedding.data))
         stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
-        require_sizes(self._architecture, self._metadata, {name: t.shape for name, t in self._tensors.items()})
-        settings = read_settings(self._family.model_type, self._metadata, rope_factors)
+        require_sizes(self._family, self._metadata, {name: t.shape for name, t in self._tensors.items()})
+        settings = read_settings(
+            self._family.model_type, {**self._metadata, TENSOR_NAMES: self._tensors.keys()}, rope_factors
+        )
         require_layers(layer_count(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
@@ -302,44 +302,24 @@ def describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: 
 
 def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
-    family, modules = families.get(settings["model_type"]), gguf_modules(settings)
+    names = gguf_names(settings)
     tensors: dict[str, StoredTensor] = {}
-    for hf_name, weight in separate_experts(weights):
-        module, _, parameter = parameter_of_module(hf_name, family).rpartition(".")
+    for hf_name, weight in separate_halves(weights, families.get(settings["model_type"]).gguf_halves):
+        module = hf_name.rpartition(".")[0]
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
-        if module not in modules:
+        name = names(hf_name)
+        if name is None:
             raise ConfigError(
                 f"llama.cpp's architecture {settings['model_type']} has no weight {hf_name}; use --format hf."
             )
-        tensors[f"{modules[module]}.{parameter}"] = _converted_when_read(hf_name, as_stored(weight), settings)
+        tensors[name] = _converted_when_read(hf_name, as_stored(weight), settings)
     return tensors
 
 
 def _converted_when_read(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:
-    shape = _to_file(name, torch.empty(weight.shape, device="meta"), settings).shape
-    return StoredTensor(tuple(shape), lambda: _to_file(name, weight.read().detach(), settings))
-
-
-def _to_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Converts a weight to llama.cpp's layout."""
-    family = families.get(settings["model_type"])
-    if family.is_transposed(name):
-        return tensor.T
-    if (dimension := _squeezed(name, family)) is not None:
-        return tensor.squeeze(dimension)
-    tensor = permuted(name, tensor, settings)
-    return tensor + family.gguf_norm_offset if family.gguf_norm_offset and name.endswith("norm.weight") else tensor
-
-
-def _squeezed(name: str, family: Family) -> int | None:
-    return next((dimension for ending, dimension in family.gguf_squeezed.items() if name.endswith(ending)), None)
-
-
-def permuted(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Returns the rows of a matrix (out, ...) in llama.cpp's order."""
-    order = families.get(settings["model_type"]).gguf_rows(name, settings)
-    return rows if order is None else order.to_file(rows)
+    shape = to_file(name, torch.empty(weight.shape, device="meta"), settings).shape
+    return StoredTensor(tuple(shape), lambda: to_file(name, weight.read().detach(), settings))
 
 
 def _as_tensor(data: np.ndarray) -> torch.Tensor:
@@ -347,21 +327,3 @@ def _as_tensor(data: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable")
         return torch.from_numpy(data)
-
-
-def _from_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Inverts `_to_file`."""
-    family = families.get(settings["model_type"])
-    if family.is_transposed(name):
-        return tensor.T.contiguous()
-    if (dimension := _squeezed(name, family)) is not None:
-        return tensor.unsqueeze(dimension)
-    if family.gguf_norm_offset and name.endswith("norm.weight"):
-        return tensor - family.gguf_norm_offset
-    return _rows_from_file(name, tensor, settings)
-
-
-def _rows_from_file(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Returns the rows of a matrix, which may be quantized, in transformers' order."""
-    order = families.get(settings["model_type"]).gguf_rows(name, settings)
-    return rows if order is None else order.from_file(rows)

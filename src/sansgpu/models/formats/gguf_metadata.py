@@ -11,7 +11,7 @@ from gguf import GGUFWriter, Keys
 
 from sansgpu.config import ConfigError
 from sansgpu.models import families
-from sansgpu.models.family import Settings
+from sansgpu.models.family import Family, Settings
 from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, rope_metadata, shortest
 from sansgpu.models.formats.gguf_tokenizer import read_end_ids
 from sansgpu.models.formats.weights import as_stored
@@ -31,11 +31,12 @@ _SIZES = (
 )
 
 
-def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_sizes(family: Family, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ConfigError if the sizes in a file's metadata do not match the shapes of its tensors.
 
-    `architecture` is llama.cpp's name. Ignores keys that are missing, or that have a value for each layer.
+    Ignores keys that are missing, or that have a value for each layer.
     """
+    architecture = family.llama_cpp_name
     experts, used = (
         metadata.get(key.format(arch=architecture)) for key in (Keys.LLM.EXPERT_COUNT, Keys.LLM.EXPERT_USED_COUNT)
     )
@@ -46,7 +47,7 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
         sizes: list[Any] = [metadata.get(name) for name in names]
         if not all(isinstance(size, int) for size in sizes):
             continue
-        size = prod(map(int, sizes))
+        size = prod(map(int, sizes)) * (2 if family.gguf_gated_queries and tensor == "attn_q.weight" else 1)
         for name, shape in shapes.items():
             if (name == tensor or name.endswith(f".{tensor}")) and shape[dimension] != size:
                 expected = " x ".join(f"{key} {value}" for key, value in zip(names, sizes, strict=True))
@@ -145,9 +146,13 @@ def read_settings(
     for hf_key, key in family.gguf_keys.items():
         if hf_key not in settings:
             raise KeyError(key.format(arch=name))
-    key, length = family.norm_eps[0], family.sizes["max_seq_len"][0]
-    if not (isfinite(settings[key]) and settings[key] > 0):
-        raise ConfigError(f"the epsilon of its norms is {settings[key]}, but must be positive; convert it again.")
-    if settings[length] < 1:
-        raise ConfigError(f"its context has {settings[length]} tokens; download or convert it again.")
-    return {**settings, **read_rope(family, settings, value_of, rope_factors)} if family.rotary else settings
+    epsilon = settings[family.norm_eps[0]]
+    if not (isfinite(epsilon) and epsilon > 0):
+        raise ConfigError(f"the epsilon of its norms is {epsilon}, but must be positive; convert it again.")
+    if "max_seq_len" in family.sizes and (context := settings[family.sizes["max_seq_len"][0]]) < 1:
+        raise ConfigError(f"its context has {context} tokens; download or convert it again.")
+    if not family.rotary:
+        return settings
+    rope = read_rope(family, settings, value_of, rope_factors)
+    rope["rope_parameters"] = {**settings.get("rope_parameters", {}), **rope["rope_parameters"]}
+    return {**settings, **rope}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import gguf
 
 from sansgpu.models import families
 from sansgpu.models.family import Family, Settings
 
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
 
 def gguf_architecture(settings: Settings) -> str:
     """Returns llama.cpp's name of the architecture."""
     return families.get(settings["model_type"]).llama_cpp_name
+
+
+def layer_count(settings: Settings) -> int:
+    return int(settings[families.get(settings["model_type"]).sizes["n_layers"][0]])
 
 
 def gguf_modules(settings: Settings) -> dict[str, str]:
@@ -22,30 +29,42 @@ def gguf_modules(settings: Settings) -> dict[str, str]:
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
     found = {module: name for module in _module_names(family, layers) if (name := table.get_name(module))}
+    more = {**family.gguf_modules, **family.gguf_more_modules(settings)}
     return found | {
-        hf_name.format(layer): name.format(layer)
-        for hf_name, name in family.gguf_modules.items()
-        for layer in range(layers)
+        hf_name.format(layer): name.format(layer) for hf_name, name in more.items() for layer in range(layers)
     }
+
+
+def gguf_names(settings: Settings) -> Callable[[str], str | None]:
+    """Returns a function from Hugging Face's name of a weight to llama.cpp's; None for unknown weights."""
+    modules, weights = gguf_modules(settings), families.get(settings["model_type"]).gguf_weights
+
+    def name_of(hf_name: str) -> str | None:
+        layer = _LAYER.search(hf_name)
+        if layer is not None and (own := weights.get(_LAYER.sub("{}", hf_name, count=1))) is not None:
+            return own.format(layer[0])
+        module, _, parameter = hf_name.rpartition(".")
+        return f"{modules[module]}.{parameter}" if module in modules else None
+
+    return name_of
+
+
+def hugging_face_names(settings: Settings) -> Callable[[str], str | None]:
+    """Inverts `gguf_names`."""
+    modules = {name: hf_name for hf_name, name in gguf_modules(settings).items()}
+    weights = {name: hf_name for hf_name, name in families.get(settings["model_type"]).gguf_weights.items()}
+
+    def name_of(name: str) -> str | None:
+        layer = _LAYER.search(name)
+        if layer is not None and (own := weights.get(_LAYER.sub("{}", name, count=1))) is not None:
+            return own.format(layer[0])
+        module, _, parameter = name.rpartition(".")
+        return f"{modules[module]}.{parameter}" if module in modules else None
+
+    return name_of
 
 
 def _module_names(family: Family, layers: int) -> Iterator[str]:
     """Yields transformers' names of the modules with weights."""
     for pattern in family.modules.values():
         yield from (pattern.format(layer) for layer in range(layers)) if "{}" in pattern else (pattern,)
-
-
-def layer_count(settings: Settings) -> int:
-    return int(settings[families.get(settings["model_type"]).sizes["n_layers"][0]])
-
-
-def parameter_of_module(name: str, family: Family) -> str:
-    """Returns the name of a weight with a last part that llama.cpp knows: weight or bias."""
-    pairs = family.gguf_parameters.items()
-    return next((name.removesuffix(own) + ending for own, ending in pairs if name.endswith(own)), name)
-
-
-def own_parameter(name: str, family: Family) -> str:
-    """Inverts `parameter_of_module`."""
-    pairs = family.gguf_parameters.items()
-    return next((name.removesuffix(ending) + own for own, ending in pairs if name.endswith(ending)), name)

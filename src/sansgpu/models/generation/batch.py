@@ -28,6 +28,10 @@ class BatchReader(Protocol):
     def token_bytes(self) -> int:
         """Bytes of the cached keys and values per token; known after the first forward pass."""
 
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of the recurrent states of a sequence, whatever its length; known after the first forward pass."""
+
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
         """Adds B sequences; returns the logits (B, V) of their next tokens."""
 

@@ -145,7 +145,12 @@ class SlotReader:
 
     It adds filler tokens so that each pass has at least MIN_ROWS tokens. Otherwise torch's matmul, which sums in a
     different order, would replace sansgpu's kernel, and results would depend on the batch size.
+
+    The states of a `recurrent` model are those after a whole sequence. Its prompts take one pass each, and share
+    nothing with sequences that continue in another way.
     """
+
+    recurrent = False
 
     def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
         self.slots, self._fused = slots, fused
@@ -158,6 +163,10 @@ class SlotReader:
     @property
     def token_bytes(self) -> int:
         return self.cache.token_bytes
+
+    @property
+    def sequence_bytes(self) -> int:
+        return self.cache.state_bytes
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Runs the model on ids (B, T). Returns the logits (n, V) at `chosen` (n,), indices into all B * T tokens."""
@@ -200,6 +209,8 @@ class SlotReader:
 
         The last token of the prompt is always left to be processed, because its logits are needed.
         """
+        if self.recurrent:
+            return 0
         known = prompt[:-1]
         shared = [common_length(sequence, known) for sequence in self._sequences]
         longest = max(shared, default=0)
@@ -220,9 +231,10 @@ class SlotReader:
         """
         first = len(self._sequences)
         self._sequences += map(list, prompts)
-        *before, last = range(starts[0], len(prompts[0]), PROMPT_TOKENS)
+        size = len(prompts[0]) if self.recurrent else PROMPT_TOKENS
+        *before, last = range(starts[0], len(prompts[0]), size)
         for start in before:
-            self._pass(first, [prompts[0][: start + PROMPT_TOKENS]], [start])
+            self._pass(first, [prompts[0][: start + size]], [start])
         return self._pass(first, prompts, [last, *starts[1:]])
 
     def _pass(self, first: int, prompts: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
@@ -256,7 +268,7 @@ class SlotReader:
 
     def keep(self, kept: Sequence[int]) -> None:
         with torch.inference_mode():
-            if self.prefixes is not None:
+            if self.prefixes is not None and not self.recurrent:
                 for slot in (slot for slot in range(len(self._sequences)) if slot not in kept):
                     self.prefixes.store(self._sequences[slot], self.cache, slot)
             self._keep(kept)
@@ -292,7 +304,7 @@ class DecoderSlots(SlotReader):
 class SingleReader:
     """Base of BatchReaders with one sequence, for models that cannot keep several sequences in one cache."""
 
-    slots, token_bytes = 1, 0
+    slots, token_bytes, sequence_bytes = 1, 0, 0
 
     def reset(self) -> None:
         """Clears the cache."""

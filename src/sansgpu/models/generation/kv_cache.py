@@ -1,4 +1,4 @@
-"""A preallocated key-value cache for many sequences of different lengths.
+"""A preallocated cache for many sequences of different lengths, of keys and values and of recurrent states.
 
 B sequences, T queries of a row, N new tokens, H query heads, K key-value heads, d head dim.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from sansgpu.kernels.attention import AttentionKernel, attention, causal_ranges, in_window
 from sansgpu.kernels.packed_cache import PackedCache, PlainCache
+from sansgpu.models.generation.state_slots import StateName, StateSlots, last_inputs
 
 
 class SlotCache:
@@ -28,11 +30,24 @@ class SlotCache:
         self.lengths = torch.zeros(slots, dtype=torch.long)
         self._type = PackedCache if packed else PlainCache
         self._layers: dict[int, PackedCache | PlainCache] = {}
+        self._states = StateSlots(slots)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the cached keys and values per token."""
         return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of a sequence."""
+        return self._states.slot_bytes
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """The first token of each sequence of the pass, then their number: (B + 1,)."""
+        if self._visible is not None:
+            return torch.arange(self._visible.stop + 1)
+        return torch.tensor([0, *accumulate(end - start for _, start, end in self._pieces)])
 
     def start_prompts(self, first: int, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Prepares for a pass over tokens [start, start + count) of the sequences in the slots from `first` on.
@@ -69,9 +84,10 @@ class SlotCache:
         self.lengths[len(slots) :] = 0
 
     def copy(self, to: int, slot: int, count: int) -> None:
-        """Copies the first `count` tokens of the sequence in `slot` to the slot `to`."""
+        """Copies the first `count` tokens of the sequence in `slot`, and its states after all, to the slot `to`."""
         for layer in self._layers.values():
             layer.move(to, slot, count)
+        self._states.copy(to, slot)
         self.lengths[to] = count
 
     def copy_of(self, slot: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,6 +119,18 @@ class SlotCache:
         pairs = [self._layers[layer].read(slice(slot, slot + 1), end) for slot, _, end in self._pieces]
         all_keys, all_values = (torch.cat(states, dim=2) for states in zip(*pairs, strict=True))
         return all_keys, all_values
+
+    def states(self, name: StateName) -> torch.Tensor | None:
+        """Returns a layer's states (B, ...) before a decoding step; None before prompts, which begin without one."""
+        return None if self._visible is None else self._states.read(name, self._visible.stop)
+
+    def store_states(self, name: StateName, states: torch.Tensor) -> None:
+        """Stores a layer's states (B, ...) after a pass."""
+        self._states.store(name, 0 if self._visible is not None else self._pieces[0][0], states)
+
+    def store_inputs(self, name: StateName, inputs: torch.Tensor, count: int) -> None:
+        """Stores the last `count` inputs of a layer's convolution, from the inputs (1, D, T) of a pass over prompts."""
+        self.store_states(name, last_inputs(inputs, self.starts, count))
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel, window: int | None = None

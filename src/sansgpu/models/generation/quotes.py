@@ -99,6 +99,10 @@ class QuotingReader:
     def token_bytes(self) -> int:
         return self._reader.token_bytes
 
+    @property
+    def sequence_bytes(self) -> int:
+        return self._reader.sequence_bytes
+
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
         added = [_Quoting(self._quotes[tuple(prompt)], self._ends) for prompt in prompts]
         self._quoting += added

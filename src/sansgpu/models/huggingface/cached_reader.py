@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sansgpu.models.generation.generate import PROMPT_TOKENS, SingleReader
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.packed_forward import output_of
-from sansgpu.models.huggingface.probes import autocast_of, close_outputs, probe_tokens
+from sansgpu.models.huggingface.probes import autocast_of, close_outputs, output_of, probe_tokens
 
 # Tokens of the passes of a trial: a prompt, a second piece of it, and two decoding steps. Together they are fewer than
 # MIN_ROWS, so that the same matmul kernels compute them in one pass and in several.
@@ -86,13 +85,14 @@ class PretrainedReader(SingleReader):
 
 def _cache_in(output: Any, model: PreTrainedModel) -> dict[str, Any]:
     """Returns the outputs that the next pass takes, which are the cache. Raises ValueError if there are none."""
-    taken = _arguments(model)
+    taken = arguments_of(model)
     if not (cache := {name: value for name, value in output.items() if name in taken and value is not None}):
         raise ValueError(f"{type(model).__name__} returns no cache")
     return cache
 
 
-def _arguments(model: PreTrainedModel) -> set[str]:
+def arguments_of(model: PreTrainedModel) -> set[str]:
+    """Returns the names of the arguments that a model takes."""
     return set(inspect.signature(model.forward).parameters)
 
 
@@ -106,7 +106,7 @@ def _logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def cache_use(model: PreTrainedModel) -> CacheUse | None:
     """Returns the first use of the cache with which a trial gives the logits of a pass over all tokens, or None."""
     tokens = probe_tokens(model, sum(TRIAL)).tolist()
-    can_take = (True, False) if "position_ids" in _arguments(model) else (False,)
+    can_take = (True, False) if "position_ids" in arguments_of(model) else (False,)
     with torch.inference_mode(), reading(model):
         expected, alone = _logits(model, tokens).float(), _logits(model, tokens[-1:])[-1].float()
         most = TRIAL_ERROR * float((alone - expected[-1]).abs().max())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from sansgpu.kernels.linear import Linear, autocast_dtype
 from sansgpu.models.generation.answer_end import token_ids
 from sansgpu.models.generation.batch import BatchReader
 from sansgpu.models.generation.generate import BatchModel, SlotReader
-from sansgpu.models.generation.kv_cache import SlotCache, WindowedSlots
+from sansgpu.models.generation.kv_cache import SlotCache
 from sansgpu.models.generation.prompts import tokenizer_fields
-from sansgpu.models.huggingface.cached_reader import PretrainedReader, cache_use
+from sansgpu.models.generation.state_slots import StateName
+from sansgpu.models.huggingface.cached_reader import PretrainedReader, arguments_of, cache_use
 from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
-from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
-from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels, probe_tokens
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels, logits_of, probe_tokens
 from sansgpu.models.huggingface.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
 from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
@@ -34,13 +35,14 @@ class PretrainedSlots(SlotReader):
 
     def __init__(self, unpadded: UnpaddedModel, slots: int, length: int, fused: DecoderStep | None = None) -> None:
         super().__init__(slots, length, fused)
-        self._unpadded = unpadded
+        self._unpadded, self.recurrent = unpadded, unpadded.has_recurrences
+        self._argument = "past_key_values" if "past_key_values" in arguments_of(unpadded.model) else "cache_params"
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         model = self._unpadded.model
-        inputs = self._unpadded.packed_inputs(ids, positions, self.cache, partial(WindowedSlots, self.cache))
+        inputs = self._unpadded.slot_inputs(ids, self.cache) | {self._argument: _TransformersCache(self.cache)}
         with autocast_of(model):
-            return logits_after(model, chosen, **inputs, past_key_values=_TransformersCache(self.cache), use_cache=True)
+            return logits_after(model, chosen, **inputs, use_cache=True)
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         model: Any = self._unpadded.model
@@ -65,6 +67,28 @@ class _TransformersCache(Cache):
         """The indices of the tokens of a pass in the states that `update` returns."""
         return self._cache.places
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._cache.states(StateName(layer_idx, "inputs", state_idx))
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Takes the inputs (1, D, T) of prompts; the code of transformers updates the state itself in a step."""
+        self._cache.store_inputs(StateName(layer_idx, "inputs", state_idx), conv_states, kwargs["conv_kernel_size"])
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._cache.states(StateName(layer_idx, "recurrent", state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        self._cache.store_states(StateName(layer_idx, "recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -72,19 +96,20 @@ class _TransformersCache(Cache):
 def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> bool:
     """Returns True if a model gives the same logits with several sequences in a SlotCache as with separate passes.
 
-    Models with recurrent state or length-dependent RoPE do not.
+    Models with length-dependent RoPE do not.
     """
-    if not unpadded.has_ranges or unpadded.model.device.type != "cpu":
+    if not unpadded.fits_slots or unpadded.model.device.type != "cpu":
         return False
-    model, tokens = unpadded.model, probe_tokens(unpadded.model, 15)
-    first, second = tokens[:6].tolist(), tokens[6:].tolist()
+    model, tokens = unpadded.model, probe_tokens(unpadded.model, 17)
+    first, second = tokens[:7].tolist(), tokens[7:].tolist()
     reader, last = PretrainedSlots(unpadded, 2, 32, fused), torch.tensor([-1])
     try:
         with torch.inference_mode(), autocast_of(model):
             copied = [torch.tensor([ids] * copies_for_kernels(len(ids))) for ids in (first, second)]
             expected = [logits_after(model, last, input_ids=ids) for ids in copied]
-            reader.add([first[:-1], second[:-1]])
-            found = reader.step([first[-1], second[-1]])
+            reader.add([first[:-2], second[:-2]])
+            for place in (-2, -1):  # a second step needs the state that the first one leaves
+                found = reader.step([first[place], second[place]])
     except Exception:  # whatever goes wrong, separate passes still work
         return False
     return close_outputs(model, found.float(), torch.cat(expected).float())

@@ -317,15 +317,19 @@ def _compare(model: _TracedModel, path: Path, name: str) -> OnnxCheck:
     Raises ConfigError if the file takes only inputs of one shape.
     """
     session = open_session(path)
+    unrolled = ConfigError(
+        f"{name} cannot be exported as ONNX: the exporter unrolls its recurrence, so that the file would take only "
+        "texts of one length; use --format hf."
+    )
     if any(isinstance(size, int) for given in session.get_inputs() for size in given.shape):
-        raise ConfigError(
-            f"{name} cannot be exported as ONNX: the exporter unrolls its recurrence, so that the file would take only "
-            "texts of one length; use --format hf."
-        )
+        raise unrolled
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shape in _CHECKED_SHAPES:
         inputs = model.random_inputs(*shape)
-        results = session.run(model.outputs, {name: value.numpy() for name, value in inputs.items()})
+        try:
+            results = session.run(model.outputs, {name: value.numpy() for name, value in inputs.items()})
+        except Exception:  # onnxruntime's errors have no class of their own
+            raise unrolled from None
         with torch.no_grad():
             expected = model(*inputs.values())
         for found, wanted in zip(map(torch.from_numpy, results), expected, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from sansgpu.models.attention_windows import (
     layer_types,
 )
 from sansgpu.models.frozen_layers import FrozenLayers
+from sansgpu.models.generation.kv_cache import SlotCache, WindowedSlots
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.probes import (
     PROBE_LONGEST,
@@ -40,6 +42,7 @@ from sansgpu.models.huggingface.probes import (
     can_pack,
     has_causal_attention,
     head_is_plain,
+    logits_of,
     may_share,
     packs_well,
     position_offset,
@@ -76,7 +79,7 @@ class UnpaddedModel:
         self.causal = has_causal_attention(model)
         self._window = window_of(model)
         self._has_convolutions = has_convolutions(self._text)
-        self._has_recurrences = has_recurrences(self._text)
+        self.has_recurrences = has_recurrences(self._text)
         self._by_ranges = attends_by_ranges(model)
         self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
@@ -118,6 +121,22 @@ class UnpaddedModel:
         local = stand_in_mask(windowed(self._window), device)
         return {FULL: stand_in_mask(mask, device), SLIDING: local} if layer_types(self._text) else local
 
+    def _add_starts(self, inputs: dict[str, Any], starts: torch.Tensor) -> None:
+        """Tells recurrent layers, if the model has any, where sequences start: `starts` (S + 1,)."""
+        if not self.has_recurrences:
+            return
+        recurrent = stand_in_mask(SequenceStarts(starts), starts.device)
+        full = inputs.get("attention_mask")
+        inputs["attention_mask"] = recurrent if full is None else {FULL: full, LINEAR: recurrent}
+        inputs[STARTS] = starts
+
+    def slot_inputs(self, ids: torch.Tensor, cache: SlotCache) -> dict[str, Any]:
+        """Returns the model's keyword arguments for the tokens (B, T) of a pass with a SlotCache."""
+        mask = cache if self._by_ranges else None
+        inputs = self.packed_inputs(ids, cache.positions.view_as(ids), mask, partial(WindowedSlots, cache))
+        self._add_starts(inputs, cache.starts)
+        return inputs
+
     @contextmanager
     def _forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
@@ -156,12 +175,7 @@ class UnpaddedModel:
             inputs = self.packed_inputs(tokens[None], positions[None])
             if self._by_ranges:
                 inputs["attention_mask"] = self._packed_mask(examples[None], positions[None])
-            if self._has_recurrences:
-                starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-                recurrent = stand_in_mask(SequenceStarts(starts), tokens.device)
-                full = inputs.get("attention_mask")
-                inputs["attention_mask"] = recurrent if full is None else {FULL: full, LINEAR: recurrent}
-                inputs[STARTS] = starts
+            self._add_starts(inputs, torch.cat((lengths.new_zeros(1), lengths.cumsum(0))))
             if types is not None:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0], lambda rows: rows[None]
@@ -256,13 +270,15 @@ class UnpaddedModel:
 
     @property
     def has_plain_rows(self) -> bool:
-        """True if the model `has_ranges` and all its layers have full attention."""
-        return self.has_ranges and self._window is None and not self._has_convolutions
+        """True if the model `fits_slots` and all its layers have full attention."""
+        others = self._window is not None or self._has_convolutions or self.has_recurrences
+        return self.fits_slots and not others
 
     @property
-    def has_ranges(self) -> bool:
-        """True for a causal model that packs with only key ranges, and has no length-dependent RoPE."""
-        return self.packs and self.causal and self._by_ranges and not self._rotary and not self._has_recurrences
+    def fits_slots(self) -> bool:
+        """True for a causal model that packs with only key ranges and starts, and has no length-dependent RoPE."""
+        attends = self.causal and self._by_ranges
+        return self.packs and not self._rotary and (attends or (self.has_recurrences and not self.causal))
 
     @property
     def head(self) -> nn.Linear | None:
@@ -377,24 +393,3 @@ class UnpaddedModel:
             with self._forward(tokens[indices], group, own_types) as (inputs, flat):
                 parts.append((indices, flat(run(inputs))))
         return in_order(parts)
-
-
-def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
-    """Computes only the logits (n, V) of n tokens, whose final hidden states `chosen` gathers from (B, T, D)."""
-    logits: torch.Tensor = output_of(model, chosen, **inputs).logits[0]
-    return logits
-
-
-def output_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> Any:
-    """Returns the model's output, in which `logits` (1, n, V) are those of the tokens that `chosen` gathers."""
-    base: Any = body_of(model)
-
-    def select(module: nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = chosen(output.last_hidden_state)[None]
-        return output
-
-    hook = base.register_forward_hook(select)
-    try:
-        return model(**inputs)
-    finally:
-        hook.remove()

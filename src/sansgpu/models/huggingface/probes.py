@@ -23,6 +23,7 @@ from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear
+from sansgpu.models.recurrent_layers import STARTS
 from sansgpu.models.relative_attention import has_relative_attention
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -183,6 +184,33 @@ def body_of(model: PreTrainedModel) -> Any:
         return base
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     return inner[0] if len(inner) == 1 else base  # Llama 4's class has the wrong name for its body
+
+
+def logits_of(model: PreTrainedModel, chosen: Callable[[torch.Tensor], torch.Tensor], **inputs: Any) -> torch.Tensor:
+    """Computes only the logits (n, V) of n tokens, whose final hidden states `chosen` gathers from (B, T, D)."""
+    logits: torch.Tensor = output_of(model, chosen, **inputs).logits[0]
+    return logits
+
+
+def output_of(model: PreTrainedModel, chosen: Callable[[torch.Tensor], torch.Tensor], **inputs: Any) -> Any:
+    """Returns the model's output, in which `logits` (1, n, V) are those of the tokens that `chosen` gathers."""
+    base: Any = body_of(model)
+
+    def select(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = chosen(output.last_hidden_state)[None]
+        return output
+
+    # Mamba 2's class with a head does not pass on arguments that it does not know.
+    known = {STARTS: inputs.pop(STARTS)} if STARTS in inputs else {}
+    hooks = [
+        base.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **known}), with_kwargs=True),
+        base.register_forward_hook(select),
+    ]
+    try:
+        return model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def position_offset(model: PreTrainedModel) -> int:
