@@ -102,6 +102,7 @@ class Family:
     # lacks are named in the same way.
     modules: Mapping[str, str] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()  # last parts of the names of Conv1D modules, whose weight is (in, out)
+    bare: tuple[str, ...] = ()  # last parts of names in `modules` that are those of weights without a module
     sizes: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # key of DecoderConfig -> of config.json, GGUF
     norm_eps: tuple[str, str] = ("rms_norm_eps", "{arch}.attention.layer_norm_rms_epsilon")  # in config.json, in GGUF
     activation_key: str = "hidden_act"

@@ -219,7 +219,9 @@ class GGUFFile:
                     f"{self.path}: the weight {name} does not belong to the architecture {self._architecture}; "
                     "download or export the file again."
                 )
-            hf_name = f"{hf_modules[module]}.{parameter}"
+            hf_module = hf_modules[module]
+            is_bare = hf_module.rpartition(".")[2] in self._family.bare
+            hf_name = hf_module if is_bare else f"{hf_module}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
         stack_experts(found)
         if (activation := self._family.gguf_learned_activation) is not None:
@@ -267,9 +269,10 @@ class GGUFFile:
         stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
         require_sizes(self._architecture, self._metadata, {name: t.shape for name, t in self._tensors.items()})
-        settings = read_settings(self._family.model_type, self._metadata, rope_factors)
+        known = {"vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
+        settings = read_settings(self._family.model_type, self._metadata, rope_factors, known)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
-        return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
+        return settings
 
 
 def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: GGUFType, parameters: int) -> None:
@@ -326,7 +329,7 @@ def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTens
     modules = gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
     for hf_name, weight in separate_experts(weights):
-        module, _, parameter = hf_name.rpartition(".")
+        module, parameter = _module_of(hf_name, modules)
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
         if module not in modules:
@@ -335,6 +338,14 @@ def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTens
             )
         tensors[f"{modules[module]}.{parameter}"] = _converted_when_read(hf_name, as_stored(weight), settings)
     return tensors
+
+
+def _module_of(name: str, modules: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the names of a weight's module and parameter. Weights without a module are their own."""
+    if name in modules:
+        return name, "weight"
+    module, _, parameter = name.rpartition(".")
+    return module, parameter
 
 
 def _converted_when_read(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:

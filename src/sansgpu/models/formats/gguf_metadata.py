@@ -34,8 +34,14 @@ _SIZES = (
 def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ConfigError if the sizes in a file's metadata do not match the shapes of its tensors.
 
-    `architecture` is llama.cpp's name. Ignores keys that are missing, or that have a value for each layer.
+    `architecture` is llama.cpp's name. Ignores keys that are missing, or that have a value for each layer or for each
+    layer type.
     """
+    if Keys.Attention.KEY_LENGTH_SWA.format(arch=architecture) in metadata:
+        heads = (_HEAD_DIM, Keys.Attention.VALUE_LENGTH)
+        metadata = {
+            key: size for key, size in metadata.items() if key not in [one.format(arch=architecture) for one in heads]
+        }
     experts, used = (
         metadata.get(key.format(arch=architecture)) for key in (Keys.LLM.EXPERT_COUNT, Keys.LLM.EXPERT_USED_COUNT)
     )
@@ -112,12 +118,12 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def read_settings(
-    architecture: str, metadata: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray]
+    architecture: str, metadata: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray], known: Settings
 ) -> dict[str, Any]:
-    """Returns the settings for a config.json, except those that follow from the sizes of tensors.
+    """Returns the settings for a config.json.
 
-    `architecture` is a model_type, and `rope_factors` the tensors of ROPE_TENSORS. Raises KeyError if a setting is
-    missing, and ConfigError if the RoPE scaling is not supported.
+    `architecture` is a model_type, `rope_factors` are the tensors of ROPE_TENSORS, and `known` the settings that follow
+    from other tensors. Raises KeyError if a setting is missing, and ConfigError if the RoPE scaling is not supported.
     """
     family = families.get(architecture)
     name = family.llama_cpp_name
@@ -137,6 +143,7 @@ def read_settings(
         "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
         "dtype": "float32",
         family.activation_key: activation,
+        **known,
     }
     if family.gguf_layers is not None:
         settings |= family.gguf_layers.read(value_of, settings["num_hidden_layers"])
