@@ -45,7 +45,7 @@ def rope_metadata(settings: Settings) -> dict[str, Any]:
     rope, *local = _ropes(settings)
     head_dim = _head_dim(settings)
     share = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
-    values = {
+    values: dict[str, Any] = {
         Keys.Attention.KEY_LENGTH: head_dim,
         Keys.Attention.VALUE_LENGTH: head_dim,
         Keys.Rope.DIMENSION_COUNT: int(head_dim * share),
