@@ -31,6 +31,7 @@ from sansgpu.models.family import Family, Settings, Weights
 from sansgpu.models.formats.expert_weights import separate_experts, stack_experts
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
+    language_model_of,
     read_settings,
     require_expressible,
     require_sizes,
@@ -80,6 +81,7 @@ def write_gguf(
     Returns the encoding of each tensor by name. Raises ConfigError if llama.cpp would not compute the same results as
     transformers.
     """
+    settings, weights = language_model_of(settings, weights)
     settings = families.with_default_settings(settings)
     require_expressible(settings)
     family = families.get(settings["model_type"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf import GGUFWriter, Keys
@@ -16,6 +16,8 @@ from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, ro
 from sansgpu.models.formats.gguf_tokenizer import read_end_ids
 from sansgpu.models.formats.weights import as_stored
 
+_Weight = TypeVar("_Weight")
+_INNER = "language_model"  # transformers' name of the language model inside a multimodal model
 # (keys, tensor, dimension): in each layer, this dimension of the tensor is the product of the values of the keys.
 _HEAD_DIM = Keys.Attention.KEY_LENGTH
 _SIZES = (
@@ -60,6 +62,20 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
                     f"its metadata do not match its tensors: {expected}, but {name} has the shape {shape}; download or "
                     "convert it again."
                 )
+
+
+def language_model_of(settings: Settings, weights: Mapping[str, _Weight]) -> tuple[Settings, Mapping[str, _Weight]]:
+    """Returns the settings and weights of the language model inside a multimodal model.
+
+    llama.cpp reads the other parts from a file of their own. Returns those of other models unchanged.
+    """
+    text = settings.get("text_config")
+    if not isinstance(text, Mapping):
+        return settings, weights
+    inner = f"{_INNER}."
+    found = {name.replace(inner, "", 1): one for name, one in weights.items() if inner in name or "lm_head" in name}
+    tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return {**text, "tie_word_embeddings": tied}, found
 
 
 def require_expressible(settings: Settings) -> None:

@@ -19,7 +19,7 @@ from sansgpu.models.formats.folders import adapter_folder, base_of, gguf_parts, 
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.generation.answer_end import EndTokens, end_tokens, token_ids
 from sansgpu.models.huggingface.older_versions import complete_config
-from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens
+from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens, towers_of
 from sansgpu.models.huggingface.source import (
     base_precision,
     gguf_file_of,
@@ -228,7 +228,7 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
         torch.device(device),
     ):
         built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.type]).from_config(config, **options)
-    return built
+    return _with_frozen_towers(built)
 
 
 def shortened_configs(model: ModelConfig, head: Head, layers: int) -> Iterator[PreTrainedConfig]:
@@ -258,8 +258,17 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return config
 
 
+def _with_frozen_towers(loaded: PreTrainedModel) -> PreTrainedModel:
+    for tower in towers_of(loaded).values():
+        tower.requires_grad_(False)
+    return loaded
+
+
 def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """Enables gradient checkpointing if configured, disables the KV cache, and converts biases and norms to fp32."""
+    """Enables gradient checkpointing if configured, disables the KV cache, and converts biases and norms to fp32.
+
+    Freezes the parts of a multimodal model that read no text.
+    """
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:
             raise ConfigError(
@@ -272,7 +281,7 @@ def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTr
     for parameter in loaded.parameters():
         if parameter.ndim < 2:  # autocast does not cover biases and norms; a copy also frees the mapped file
             parameter.data = parameter.data.to(torch.float32, copy=True)
-    return loaded
+    return _with_frozen_towers(loaded)
 
 
 def is_inside(loaded: PreTrainedModel, name: str) -> bool:

@@ -185,6 +185,16 @@ def body_of(model: PreTrainedModel) -> Any:
     return inner[0] if len(inner) == 1 else base  # Llama 4's class has the wrong name for its body
 
 
+def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns the parts of a multimodal model that compute nothing for a text, such as its image encoder, by name."""
+    text, body = model.config.get_text_config(), body_of(model)
+    parts = {name: part for name, part in body.named_children() if any(True for _ in part.parameters())}
+    readers = [name for name, part in parts.items() if getattr(part, "config", None) is text]
+    if text is model.config or len(readers) != 1:
+        return {}
+    return {name: part for name, part in parts.items() if name not in readers}
+
+
 def position_offset(model: PreTrainedModel) -> int:
     """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
     modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_inputs_embeds"))
