@@ -226,7 +226,7 @@ class FineTuning(ObjectiveBase, ABC):
         else:
             merged = self.merged_model(stored_dtype(settings))
             require_known_biases(merged.state_dict(), settings, self.head)
-            save_pretrained(merged, tokenizer, folder, self.write_more)
+            save_pretrained(merged, tokenizer, folder, settings, self.write_more)
 
     def write_more(self, folder: Path) -> None:
         """Adds the task's own files to an exported folder."""

@@ -17,6 +17,7 @@ from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from tests.processes import options
 
+PROCESSOR = "processor_config.json"
 TEXT = {**TINY_HEAD_DIM, "vocab_size": 1024, "query_pre_attn_scalar": 16, "sliding_window": 32}
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
@@ -32,6 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4)
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     make_tokenizer(encoder=False).save_pretrained(folder)
+    (folder / PROCESSOR).write_text("{}")
     return folder
 
 
@@ -51,6 +53,7 @@ def test_only_the_language_model_learns(model: Path, tmp_path: Path, adapter: st
         assert names
         assert not [name for name in names if "language_model" not in name]
         return
+    assert (tmp_path / "run/final" / PROCESSOR).read_text() == "{}"
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run/final"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed

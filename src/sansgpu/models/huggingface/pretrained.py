@@ -31,7 +31,7 @@ from sansgpu.models.huggingface.source import (
     source_of,
     stored_weights,
 )
-from sansgpu.models.huggingface.tokenizer_files import end_ids_of, save_tokenizer
+from sansgpu.models.huggingface.tokenizer_files import copy_processors, end_ids_of, save_tokenizer
 from sansgpu.models.modules import blocks_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
@@ -328,9 +328,16 @@ def plain_name(name: str) -> str:
 
 
 def save_pretrained(
-    model: PreTrainedModel, tokenizer: Any, folder: Path, write_more: Callable[[Path], None] = lambda folder: None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    source: ModelConfig,
+    write_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Writes a model to a folder that transformers loads, atomically. `write_more` can add files to it."""
+    """Writes a model, which came from `source`, to a folder that transformers loads, atomically.
+
+    `write_more` can add files to it.
+    """
     known_ends = end_ids_of(model)
 
     def write(partial: Path) -> None:
@@ -340,6 +347,8 @@ def save_pretrained(
         model.save_pretrained(partial)
         complete_config(partial)
         save_tokenizer(tokenizer, partial, known_ends)
+        if towers_of(model):
+            copy_processors(source, partial)
         write_more(partial)
 
     write_folder_atomically(folder, write)

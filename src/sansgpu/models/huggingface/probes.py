@@ -19,6 +19,7 @@ from sansgpu.models.attention_windows import (
     has_recurrences,
     has_windows,
 )
+from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
@@ -116,6 +117,14 @@ def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
 def probe_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
     """Returns different tokens (count,) of a model's vocabulary."""
     return torch.arange(count) * 7 % int(model.config.get_text_config().vocab_size)
+
+
+@torch.no_grad()
+def output_width(unpadded: PackingModel) -> int:
+    """Returns the number of features of final hidden states, which differs from that of the layers in some models."""
+    tokens = probe_tokens(unpadded.model, PROBE_SHORT)
+    with reading(unpadded.model), autocast_of(unpadded.model):
+        return unpadded.hidden_states(tokens, torch.tensor([len(tokens)])).shape[1]
 
 
 def copies_for_kernels(rows: int) -> int:
