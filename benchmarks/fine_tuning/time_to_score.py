@@ -18,7 +18,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.contest import NoResultError, Row, finished, print_table, say, write_json
-from benchmarks.fine_tuning.understanding import LOWER_IS_BETTER, MEASURES, TASKS, Learned, learn_theirs, rows_parser, settings
+from benchmarks.fine_tuning.understanding import (
+    LOWER_IS_BETTER,
+    MEASURES,
+    TASKS,
+    Learned,
+    learn_theirs,
+    rows_parser,
+    settings,
+)
 from benchmarks.ours import command, setting
 
 COLUMNS = {
