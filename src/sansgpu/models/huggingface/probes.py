@@ -84,6 +84,19 @@ def _packs_equally(unpadded: PackingModel, output: Output, tokens: torch.Tensor,
     return close_outputs(unpadded.model, packed, torch.cat(separate))
 
 
+def pads_well(unpadded: PackingModel) -> bool:
+    """Returns False if padding changes the outputs of an encoder, e.g. because convolutions mix neighboring tokens."""
+    lengths = [PROBE_SHORT, *SHARED_PARTS]
+    tokens = probe_tokens(unpadded.model, sum(lengths))
+    try:
+        with _blocks_to_probe(unpadded.model, sum(lengths)):
+            padded = unpadded.hidden_states(tokens, torch.tensor(lengths))
+            separate = [_separate(unpadded.hidden_states, part) for part in tokens.split(lengths)]
+    except Exception:  # some models take only texts of certain lengths
+        return True
+    return close_outputs(unpadded.model, padded.float(), torch.cat(separate).float())
+
+
 def shares_well(unpadded: PackingModel) -> bool:
     """Returns True if examples that share beginnings give the same outputs as separate ones. Changes `shares`."""
     model = unpadded.model
