@@ -62,9 +62,18 @@ def adaptable_names(loaded: PreTrainedModel) -> str:
 
 
 def require_lora_targets(loaded: PreTrainedModel, model: ModelConfig) -> None:
-    """Raises ConfigError if `model.lora_targets` is an invalid regular expression or names a missing layer."""
+    """Raises ConfigError if `model.lora_targets` is an invalid regular expression or names a missing layer.
+
+    Also raises it if the blocks of the model have no linear layers.
+    """
     asked = model.lora_targets
     if asked == ALL_LINEAR:
+        inside = {id(module) for block in blocks_of(loaded) for module in block.modules()}
+        if not any(id(loaded.get_submodule(name)) in inside for name in _adaptable_layers(loaded)):
+            raise ConfigError(
+                f"model.adapter: the blocks of {model.name_or_path} have no linear layers for an adapter; set "
+                "model.adapter to none."
+            )
         return
     names = [name for name, _ in loaded.named_modules()]
     if isinstance(asked, str):

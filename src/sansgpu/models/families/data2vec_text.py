@@ -1,8 +1,0 @@
-from sansgpu.models.family import TINY_CONTEXT, TINY_MHA, Family
-
-FAMILY = Family(
-    title="data2vec-text",
-    model_type="data2vec-text",
-    is_encoder=True,
-    tiny={**TINY_MHA, "max_position_embeddings": TINY_CONTEXT + 2, "pad_token_id": 1},
-)

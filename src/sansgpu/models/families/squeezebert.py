@@ -1,7 +1,0 @@
-from sansgpu.models.family import TINY_MHA, Family
-
-FAMILY = Family(
-    title="SqueezeBERT",
-    is_encoder=True,
-    tiny={**TINY_MHA, "embedding_size": 64},
-)
