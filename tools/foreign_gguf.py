@@ -19,7 +19,7 @@ def write_foreign_gguf(path: Path, folder: Path, architecture: str) -> None:
     encoder = not transformers.AutoConfig.from_pretrained(folder).architectures[0].endswith("LM")
     auto: Any = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32)
-    config = model.config.get_text_config()
+    config = model.config.get_text_config().per_layer_config[0]  # a file has one value for all layers
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, config)
     write_tokenizer(writer, tokenizer_parts(transformers.AutoTokenizer.from_pretrained(folder)), config.vocab_size)

@@ -27,6 +27,16 @@ def refusal(capsys: Captured, rows: Path, *more: str) -> str:
     return refused(capsys, "predict", model_folder("bert"), "--data", rows, *more)
 
 
+def test_a_decoder_that_compares_the_logits_of_two_tokens_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    modules = [
+        {"type": f"sentence_transformers.cross_encoder.modules.{name}"} for name in ("Transformer", "LogitScore")
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    said = refused(capsys, "predict", tmp_path, "--text", "a fox", "--text-pair", "It sleeps.")
+    assert "scores pairs of texts by the logits of two tokens" in said
+
+
 def test_rows_are_predicted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """The rows, their order and the predictions do not depend on the size of the chunks."""
     monkeypatch.setattr(inference, "CHUNK_ROWS", 2)

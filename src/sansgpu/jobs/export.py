@@ -251,6 +251,8 @@ def _write_gguf(path: Path, run: Path, loaded: TrainedModel, parts: GGUFParts, w
     from sansgpu.models.formats.gguf_reader import describe_substitutes
 
     choices = write_gguf(path, *parts, cast("GGUFType", weight_type), _about(run, loaded))
+    if "text_config" in parts[0]:
+        warn("the file has only the language model; for images or sounds, use the mmproj file of the original model.")
     if (replaced := describe_substitutes(choices)) is not None:
         warn(replaced)
 

@@ -46,10 +46,13 @@ def has_windows(config: Any) -> bool:
 def encoder_window(config: Any) -> int | None:
     """Returns how many tokens to each side an encoder's windowed layers attend to; None if unknown or without windows.
 
-    The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
+    The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses. Gemma's
+    decoders that are encoders, such as EmbeddingGemma, count the token itself.
     """
-    types = set(layer_types(config))
-    return _window_size(config) if types <= {FULL, SLIDING} and SLIDING in types else None
+    types, size = set(layer_types(config)), _window_size(config)
+    if size is None or not types <= {FULL, SLIDING} or SLIDING not in types:
+        return None
+    return size - 1 if getattr(config, "use_bidirectional_attention", None) else size
 
 
 def has_convolutions(config: Any) -> bool:

@@ -5,6 +5,8 @@ N tokens in total, B examples, T tokens in the longest one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sansgpu.kernels.attention import token_places
@@ -24,3 +26,11 @@ def in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return parts[0][1]
     indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
     return values[indices.argsort()]
+
+
+def of_equal_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups the indices of examples with the same length."""
+    groups: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        groups.setdefault(length, []).append(index)
+    return list(groups.values())

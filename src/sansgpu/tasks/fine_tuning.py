@@ -41,6 +41,7 @@ from sansgpu.models.huggingface.pretrained import (
     stored_dtype,
     weights_fingerprint,
 )
+from sansgpu.models.huggingface.probes import towers_of
 from sansgpu.models.huggingface.source import requantized_formats
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, save_tokenizer
 from sansgpu.models.modules import blocks_of
@@ -115,6 +116,8 @@ class FineTuning(ObjectiveBase, ABC):
                 f"{name}: its {' and '.join(changed)} weights are requantized to q8_0, because sansgpu has no kernels "
                 "for them."
             )
+        if towers := towers_of(self.model):
+            yield f"{name}: only its language model learns; {' and '.join(towers)} stay as they are."
         if pack and not self.unpadded.packs:
             yield f"{name} does not support packing several examples into one sequence, so short examples are padded."
         head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -223,7 +226,7 @@ class FineTuning(ObjectiveBase, ABC):
         else:
             merged = self.merged_model(stored_dtype(settings))
             require_known_biases(merged.state_dict(), settings, self.head)
-            save_pretrained(merged, tokenizer, folder, self.write_more)
+            save_pretrained(merged, tokenizer, folder, settings, self.write_more)
 
     def write_more(self, folder: Path) -> None:
         """Adds the task's own files to an exported folder."""

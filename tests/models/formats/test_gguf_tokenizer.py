@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from gguf import Keys, TokenType
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models.formats.gguf_source import open_gguf
+from sansgpu.models.formats.gguf_tokenizer import read_tokenizer
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import GPT4O, TEKKEN, metadata, rewritten, sentence_piece, split, write_ours
@@ -59,6 +62,20 @@ def test_a_tokenizer_that_llama_cpp_cannot_compute_is_refused(tokenizer: Tokeniz
     with pytest.raises(ConfigError, match=r"llama\.cpp does not support this tokenizer"):
         write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gemma_4s_tokenizer_is_made_from_its_merges() -> None:
+    tokenizer = sentence_piece(adds_space=False)
+    model = json.loads(tokenizer.backend.to_str())["model"]
+    names = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [TokenType.CONTROL, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * (len(names) - 257)]
+    given = {
+        Keys.Tokenizer.MODEL: "gemma4", Keys.Tokenizer.LIST: names, Keys.Tokenizer.TOKEN_TYPE: types,
+        Keys.Tokenizer.MERGES: [" ".join(pair) for pair in model["merges"]], Keys.Tokenizer.ADD_PREFIX: False,
+    }  # fmt: skip
+    again = Tokenizer(Backend.from_str(read_tokenizer(given).json))
+    texts = [*TEXT, "  two  spaces\n\nnaïve 世 "]
+    assert [again.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
 
 
 OTHERS = {

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tools.architecture_trials import FINE, HEADS, TRIALS, Verdicts, cases, failures, try_apart, try_architecture
 from tools.family_trials import rows_of, write_rows
 from tools.tiny_architectures import is_encoder, make_architecture, tokenizer_for
-from transformers import AutoConfig, DogeConfig
+from transformers import AutoConfig, AutoModel, DogeConfig
 
 from sansgpu.cli import run as cli
 from sansgpu.models.formats.folders import require_possible_sizes
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.pretrained import HeadType
 from tests.processes import options
 from tests.tasks.fine_tuned import Captured
@@ -65,6 +67,18 @@ def test_embedders_learn_embeddings_and_classes(tmp_path: Path, capsys: Captured
 )
 def test_losses_and_gradients_are_those_of_transformers(tmp_path: Path, model_type: str, head: HeadType) -> None:
     assert tried(model_type, head, tmp_path, "equal") == {"equal": FINE}
+
+
+@torch.no_grad()
+def test_texts_that_padding_would_change_run_alone(tmp_path: Path) -> None:
+    """ConvBERT's convolutions mix neighboring tokens, also those of the padding."""
+    make_architecture(tmp_path, "convbert", "none", tokenizer(True))
+    model = AutoModel.from_pretrained(tmp_path).eval()
+    lengths = torch.tensor([5, 40, 17, 5])
+    tokens = torch.arange(int(lengths.sum())) * 7 % 1024
+    expected = [model(input_ids=ids[None]).last_hidden_state[0] for ids in tokens.split(lengths.tolist())]
+    found = UnpaddedModel(model, True).hidden_states(tokens, lengths)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,16 @@ def test_other_activations_are_left_alone() -> None:
     assert any(issubclass(kind, FusedNorm) for kind in kinds)
 
 
+def test_an_activation_that_all_models_share_stays_as_it_is() -> None:
+    model: Any = transformers.XLMModel(transformers.XLMConfig(vocab_size=60, emb_dim=16, n_heads=2, n_layers=1))
+    shared = [module for module in model.modules() if module is transformers.activations.gelu]
+    assert shared
+    kind = type(shared[0])
+    patch_model(model)
+    assert any(isinstance(module, FusedGELU) for module in model.modules())
+    assert type(transformers.activations.gelu) is kind
+
+
 def test_patches_that_do_not_fit_are_undone() -> None:
     """A patch may change results, or raise an error when it is applied or when its layer runs."""
 

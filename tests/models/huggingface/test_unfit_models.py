@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tools.family_trials import rows_of
+from tools.tiny_architectures import make_architecture, tokenizer_for
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
-from tests.processes import options
+from tests.processes import options, write_rows
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import chat_rows, conll, model_folder, squad
 
@@ -54,6 +56,19 @@ def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: P
     assert sentence(capsys) == (
         f"sansgpu: {model} cannot be built as a token classification model: transformers has no such model "
         "for its architecture; choose another model or task."
+    )
+
+
+def test_a_model_whose_blocks_have_no_layers_for_an_adapter_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    """SqueezeBERT computes convolutions. Only its pooler is linear, and embeddings do not read it."""
+    model = make_architecture(tmp_path / "model", "squeezebert", "none", tokenizer_for("bert"))
+    rows = write_rows(tmp_path / "rows.jsonl", [*rows_of("embed")])
+    chosen = {"task": "embed", "model.name_or_path": model, "model.adapter": "lora", "data.dataset_name": rows}
+    capsys.readouterr()
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
+    assert sentence(capsys) == (
+        f"sansgpu: model.adapter: the blocks of {model} have no linear layers for an adapter; set model.adapter to "
+        "none."
     )
 
 

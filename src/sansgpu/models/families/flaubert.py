@@ -1,4 +1,5 @@
-from sansgpu.models.families import xlm
-from sansgpu.models.family import Family
+from dataclasses import replace
 
-FAMILY = Family(older_settings=xlm.FAMILY.older_settings)
+from sansgpu.models.families import xlm
+
+FAMILY = replace(xlm.FAMILY, title="FlauBERT")

@@ -1,8 +1,14 @@
-from sansgpu.models.families import modernbert
-from sansgpu.models.family import Family
+"""The decoders that were trained like ModernBERT, such as Ettin's."""
 
-FAMILY = Family(
+from dataclasses import replace
+
+from sansgpu.models.families import modernbert
+
+FAMILY = replace(
+    modernbert.FAMILY,
+    title="ModernBERT decoder",
     model_type="modernbert-decoder",
-    older_rope=modernbert.FAMILY.older_rope,
-    older_settings=modernbert.FAMILY.older_settings,
+    is_encoder=False,
+    tiny={**modernbert.FAMILY.tiny, "bos_token_id": 0},
+    gguf_name=None,
 )

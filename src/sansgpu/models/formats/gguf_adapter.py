@@ -16,7 +16,7 @@ from sansgpu.models import families
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.models.formats.gguf_file import ModelDescription, describe, write_file
 from sansgpu.models.formats.gguf_layout import has_own_layout, permuted
-from sansgpu.models.formats.gguf_metadata import require_expressible
+from sansgpu.models.formats.gguf_metadata import language_model_of, require_expressible
 from sansgpu.models.formats.gguf_names import gguf_architecture, gguf_modules
 from sansgpu.models.formats.gguf_reader import TYPES, GGUFType
 from sansgpu.models.formats.safetensors_file import load_weights
@@ -35,13 +35,14 @@ def write_gguf_adapter(
 
     Raises ConfigError if llama.cpp does not support the base model, or if the adapter has more than LoRA matrices.
     """
+    matrices = {name.removeprefix(_PREFIX): matrix.float() for name, matrix in load_weights(folder / WEIGHTS).items()}
+    settings, weights = language_model_of(settings, matrices)
     settings = families.with_default_settings(settings)
     require_expressible(settings)
     config, modules = read_object(folder / ADAPTER_CONFIG), gguf_modules(settings)
-    matrices = {name.removeprefix(_PREFIX): matrix.float() for name, matrix in load_weights(folder / WEIGHTS).items()}
     shared_alpha: float | None = None
     tensors: dict[str, StoredTensor] = {}
-    for name, matrix in matrices.items():
+    for name, matrix in weights.items():
         module, suffix = _parts(name, settings, modules)
         if suffix == ".lora_B.weight":
             alpha = _alpha(module, matrix.shape[1], config)

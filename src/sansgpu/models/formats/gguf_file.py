@@ -32,6 +32,7 @@ from sansgpu.models.family import TENSOR_NAMES, Family, Settings, Weights
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_layout import from_file, has_own_layout, rows_from_file, to_file
 from sansgpu.models.formats.gguf_metadata import (
+    language_model_of,
     read_settings,
     require_expressible,
     require_sizes,
@@ -84,6 +85,7 @@ def write_gguf(
     Returns the encoding of each tensor by name. Raises ConfigError if llama.cpp would not compute the same results as
     transformers.
     """
+    settings, weights = language_model_of(settings, weights)
     settings = families.with_default_settings(settings)
     require_expressible(settings)
     family = families.get(settings["model_type"])
@@ -273,11 +275,11 @@ class GGUFFile:
         stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
         require_sizes(self._family, self._metadata, {name: t.shape for name, t in self._tensors.items()})
-        settings = read_settings(
-            self._family.model_type, {**self._metadata, TENSOR_NAMES: self._tensors.keys()}, rope_factors
-        )
+        known = {"vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
+        metadata = {**self._metadata, TENSOR_NAMES: self._tensors.keys()}
+        settings = read_settings(self._family.model_type, metadata, rope_factors, known)
         require_layers(layer_count(settings), len(self._tensors), "its metadata")
-        return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
+        return settings
 
 
 def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: GGUFType, parameters: int) -> None:

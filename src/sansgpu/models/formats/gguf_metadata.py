@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf import GGUFWriter, Keys
@@ -16,6 +16,8 @@ from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, ro
 from sansgpu.models.formats.gguf_tokenizer import read_end_ids
 from sansgpu.models.formats.weights import as_stored
 
+_Weight = TypeVar("_Weight")
+_INNER = "language_model"  # transformers' name of the language model inside a multimodal model
 # (keys, tensor, dimension): in each layer, this dimension of the tensor is the product of the values of the keys.
 _HEAD_DIM = Keys.Attention.KEY_LENGTH
 _SIZES = (
@@ -34,9 +36,14 @@ _SIZES = (
 def require_sizes(family: Family, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ConfigError if the sizes in a file's metadata do not match the shapes of its tensors.
 
-    Ignores keys that are missing, or that have a value for each layer.
+    Ignores keys that are missing, or that have a value for each layer or for each layer type.
     """
     architecture = family.llama_cpp_name
+    if Keys.Attention.KEY_LENGTH_SWA.format(arch=architecture) in metadata:
+        heads = (_HEAD_DIM, Keys.Attention.VALUE_LENGTH)
+        metadata = {
+            key: size for key, size in metadata.items() if key not in [one.format(arch=architecture) for one in heads]
+        }
     experts, used = (
         metadata.get(key.format(arch=architecture)) for key in (Keys.LLM.EXPERT_COUNT, Keys.LLM.EXPERT_USED_COUNT)
     )
@@ -55,6 +62,20 @@ def require_sizes(family: Family, metadata: Mapping[str, Any], shapes: Mapping[s
                     f"its metadata do not match its tensors: {expected}, but {name} has the shape {shape}; download or "
                     "convert it again."
                 )
+
+
+def language_model_of(settings: Settings, weights: Mapping[str, _Weight]) -> tuple[Settings, Mapping[str, _Weight]]:
+    """Returns the settings and weights of the language model inside a multimodal model.
+
+    llama.cpp reads the other parts from a file of their own. Returns those of other models unchanged.
+    """
+    text = settings.get("text_config")
+    if not isinstance(text, Mapping):
+        return settings, weights
+    inner = f"{_INNER}."
+    found = {name.replace(inner, "", 1): one for name, one in weights.items() if inner in name or "lm_head" in name}
+    tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return {**text, "tie_word_embeddings": tied}, found
 
 
 def require_expressible(settings: Settings) -> None:
@@ -113,12 +134,12 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def read_settings(
-    architecture: str, metadata: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray]
+    architecture: str, metadata: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray], known: Settings
 ) -> dict[str, Any]:
-    """Returns the settings for a config.json, except those that follow from the sizes of tensors.
+    """Returns the settings for a config.json.
 
-    `architecture` is a model_type, and `rope_factors` the tensors of ROPE_TENSORS. Raises KeyError if a setting is
-    missing, and ConfigError if the RoPE scaling is not supported.
+    `architecture` is a model_type, `rope_factors` are the tensors of ROPE_TENSORS, and `known` the settings that follow
+    from other tensors. Raises KeyError if a setting is missing, and ConfigError if the RoPE scaling is not supported.
     """
     family = families.get(architecture)
     name = family.llama_cpp_name
@@ -138,6 +159,7 @@ def read_settings(
         "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
         "dtype": "float32",
         family.activation_key: activation,
+        **known,
     }
     if family.gguf_layers is not None:
         settings |= family.gguf_layers.read(value_of, settings["num_hidden_layers"])

@@ -29,6 +29,7 @@ _FACTORS, _LONG, _SHORT = ROPE_TENSORS = (
 OTHER_FORMAT = "use the model in Hugging Face's format"
 _THETA = 10_000.0  # default if a file has none
 _LOCAL_THETA = "{arch}.rope.freq_base_swa"
+_NO_ROTATION = 1e30  # factor of elements that proportional RoPE does not rotate, as in files of llama.cpp's converter
 _LLAMA3_KEY = "sansgpu.rope_parameters"  # JSON of the parameters from which Llama 3's factors are computed
 # All Llama 3 models have these values. llama.cpp's converter writes only the tensor, the maximum of which is `factor`.
 _YARN = {  # parameter of YaRN: (GGUF's key, default)
@@ -63,15 +64,19 @@ def _rope_type(rope: Settings) -> str:
 def rope_metadata(settings: Settings) -> dict[str, Any]:
     """Returns the metadata of RoPE, by key."""
     rope, *local = _ropes(settings)
-    head_dim = settings["head_dim"]
-    values = {
+    head_dim = _head_dim(settings)
+    share = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    values: dict[str, Any] = {
         Keys.Attention.KEY_LENGTH: head_dim,
         Keys.Attention.VALUE_LENGTH: head_dim,
-        Keys.Rope.DIMENSION_COUNT: int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        Keys.Rope.DIMENSION_COUNT: int(head_dim * share),
         Keys.Rope.FREQ_BASE: _theta(rope, head_dim),
     }
     if local:
         values[_LOCAL_THETA] = float(local[0]["rope_theta"])
+    if "global_head_dim" in settings:
+        local_keys = Keys.Attention.KEY_LENGTH_SWA, Keys.Attention.VALUE_LENGTH_SWA, Keys.Rope.DIMENSION_COUNT_SWA
+        values |= dict.fromkeys(local_keys, settings["head_dim"])
     match rope.get("rope_type"):
         case "llama3":
             values[_LLAMA3_KEY] = json.dumps(dict(rope))
@@ -92,10 +97,13 @@ def _theta(rope: Settings, head_dim: int) -> float:
 
 def rope_tensors(settings: Settings) -> Weights:
     """Returns the tensors of factors (d / 2,) by name; empty if RoPE is not scaled."""
-    rope = rope_of(settings)
+    rope, head_dim = _ropes(settings)[0], _head_dim(settings)
     match rope.get("rope_type"):
         case "llama3":
-            return {_FACTORS: _llama3_factors(rope, settings["head_dim"])}
+            return {_FACTORS: _llama3_factors(rope, head_dim)}
+        case "proportional":
+            rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+            return {_FACTORS: torch.tensor([1.0] * rotated + [_NO_ROTATION] * (head_dim // 2 - rotated))}
         case "longrope":
             factors = {_LONG: rope["long_factor"], _SHORT: rope["short_factor"]}
             return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
@@ -113,23 +121,26 @@ def read_rope(
         return {"rope_parameters": json.loads(own)}
     theta: Any = value_of(Keys.Rope.FREQ_BASE) or _THETA
     rope = {"rope_type": "default", "rope_theta": theta}
-    rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
+    head_dim = _head_dim(settings)
+    rotated = value_of(Keys.Rope.DIMENSION_COUNT) or head_dim
     local_theta: Any = value_of(_LOCAL_THETA) or family.gguf_local_theta or theta
     is_base = 0 < theta < math.inf and 0 < local_theta < math.inf
-    if not (is_base and rotated % 2 == 0 and 0 < rotated <= settings["head_dim"]):
+    if not (is_base and rotated % 2 == 0 and 0 < rotated <= head_dim):
         raise ConfigError(
-            f"RoPE rotates {rotated} of {settings['head_dim']} elements of a head with base {theta}, which is "
+            f"RoPE rotates {rotated} of {head_dim} elements of a head with base {theta}, which is "
             "impossible; download or convert it again."
         )
-    if rotated != settings["head_dim"]:
-        rope["partial_rotary_factor"] = rotated / settings["head_dim"]
-    if family.gguf_local_rope:
-        local = {"rope_type": "default", "rope_theta": local_theta}
-        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
     if any(array.shape != (rotated // 2,) or not (array > 0).all() for array in factors.values()):
         raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers; {OTHER_FORMAT}.")
     if scaling == "yarn":
         return {"rope_parameters": {**rope, **_read_yarn(value_of)}}
+    if family.gguf_local_rope:
+        if "proportional" in family.gguf_rope_types and _FACTORS in factors:
+            rope |= {"rope_type": "proportional", "partial_rotary_factor": float((factors[_FACTORS] == 1).mean())}
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     if "llama3" in family.gguf_rope_types and _FACTORS in factors:
         return {"rope_parameters": _read_llama3(rope, settings, factors[_FACTORS])}
     if "longrope" in family.gguf_rope_types and _LONG in factors:
@@ -179,6 +190,11 @@ def _ropes(settings: Settings) -> tuple[Mapping[str, Any], ...]:
     """Returns the RoPE parameters of all layers, or those of full_attention and those of sliding_attention layers."""
     rope = rope_of(settings)
     return (rope["full_attention"], rope["sliding_attention"]) if "full_attention" in rope else (rope,)
+
+
+def _head_dim(settings: Settings) -> int:
+    """Returns the head_dim of layers with full attention, which may differ from that of layers with a window."""
+    return int(settings.get("global_head_dim") or settings["head_dim"])
 
 
 def _attention_factor(rope: Settings, settings: Settings) -> float:

@@ -19,7 +19,8 @@ from sansgpu.models.family import PreTokenizer
 from sansgpu.models.formats.gguf_rope import OTHER_FORMAT
 from sansgpu.models.formats.tokenizers import TokenizerParts
 
-_SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # llama.cpp's names of kinds of tokenizers
+# llama.cpp's names of kinds of tokenizers. Gemma 4's is SentencePiece's BPE with merges instead of scores.
+_SENTENCE_PIECE, _BYTE_LEVEL, _WITH_MERGES = "llama", "gpt2", "gemma4"
 ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama reads this key; llama.cpp reads only `_END_KEYS`
 _END_KEYS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
@@ -102,7 +103,8 @@ def _rebuilt(metadata: Mapping[str, Any], bos: int | None) -> Backend:
     """Builds a tokenizer from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
     names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
     vocabulary = {name: index for index, name in enumerate(names)}
-    build = _sentence_piece if metadata.get(Keys.Tokenizer.MODEL) == _SENTENCE_PIECE else _byte_level
+    is_sentence_piece = metadata.get(Keys.Tokenizer.MODEL) in (_SENTENCE_PIECE, _WITH_MERGES)
+    build = _sentence_piece if is_sentence_piece else _byte_level
     backend = build(metadata, vocabulary)
     added = {token_type: [n for n, t in zip(names, types, strict=True) if t == token_type] for token_type in _ADDED}
     backend.add_special_tokens(added[TokenType.CONTROL])
@@ -120,7 +122,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Back
         raise ConfigError(
             f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json; {OTHER_FORMAT}."
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
+    merges = _stored_merges(metadata)
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=known.ignore_merges))
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in known.patterns]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -129,13 +131,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Back
 
 
 def _sentence_piece(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Backend:
-    """Builds BPE with the merges that follow from the scores of SentencePiece's tokens."""
-    scores, types = metadata[Keys.Tokenizer.SCORES], metadata[Keys.Tokenizer.TOKEN_TYPE]
-    merged = sorted(
-        (name for name, index in vocabulary.items() if types[index] == TokenType.NORMAL and len(name) > 1),
-        key=lambda name: -scores[vocabulary[name]],
-    )
-    merges = [pair for name in merged for pair in _splits(name, vocabulary)]
+    """Builds BPE with a file's merges, or with those that follow from the scores of SentencePiece's tokens."""
+    has_merges = metadata.get(Keys.Tokenizer.MODEL) == _WITH_MERGES
+    merges = _stored_merges(metadata) if has_merges else _merges_of_scores(metadata, vocabulary)
     unknown = metadata.get(Keys.Tokenizer.UNK_ID)
     names = metadata[Keys.Tokenizer.LIST]
     backend = Backend(
@@ -153,6 +151,20 @@ def _sentence_piece(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> 
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     return backend
+
+
+def _stored_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = (merge.split(" ", 1) for merge in metadata[Keys.Tokenizer.MERGES])
+    return [(left, right) for left, right in pairs]
+
+
+def _merges_of_scores(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    scores, types = metadata[Keys.Tokenizer.SCORES], metadata[Keys.Tokenizer.TOKEN_TYPE]
+    merged = sorted(
+        (name for name, index in vocabulary.items() if types[index] == TokenType.NORMAL and len(name) > 1),
+        key=lambda name: -scores[vocabulary[name]],
+    )
+    return [pair for name in merged for pair in _splits(name, vocabulary)]
 
 
 def _splits(name: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ from sansgpu.models.huggingface.pretrained import (
     seeded,
     stored_dtype,
 )
-from sansgpu.models.huggingface.probes import autocast_of, body_of, probe_tokens
+from sansgpu.models.huggingface.probes import autocast_of, body_of, probe_tokens, towers_of
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, save_tokenizer
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.quantized_layers import matrix_of
@@ -52,7 +52,7 @@ def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str
     """
     if asked != ALL_LINEAR:
         return asked
-    special = _has_experts(loaded) or _lora_excludes(loaded)
+    special = _has_experts(loaded) or _lora_excludes(loaded) or towers_of(loaded)
     return _adaptable_layers(loaded) if special else ALL_LINEAR
 
 
@@ -62,9 +62,18 @@ def adaptable_names(loaded: PreTrainedModel) -> str:
 
 
 def require_lora_targets(loaded: PreTrainedModel, model: ModelConfig) -> None:
-    """Raises ConfigError if `model.lora_targets` is an invalid regular expression or names a missing layer."""
+    """Raises ConfigError if `model.lora_targets` is an invalid regular expression or names a missing layer.
+
+    Also raises it if the blocks of the model have no linear layers.
+    """
     asked = model.lora_targets
     if asked == ALL_LINEAR:
+        inside = {id(module) for block in blocks_of(loaded) for module in block.modules()}
+        if not any(id(loaded.get_submodule(name)) in inside for name in _adaptable_layers(loaded)):
+            raise ConfigError(
+                f"model.adapter: the blocks of {model.name_or_path} have no linear layers for an adapter; set "
+                "model.adapter to none."
+            )
         return
     names = [name for name, _ in loaded.named_modules()]
     if isinstance(asked, str):
@@ -95,10 +104,11 @@ def _last_part(name: str) -> str:
 
 
 def _linear_layers(loaded: PreTrainedModel) -> list[str]:
-    """Returns the names of all linear layers except the head."""
+    """Returns the names of all linear layers that compute something for a text, except the head."""
     from transformers.pytorch_utils import Conv1D
 
-    inside = {id(module) for module in body_of(loaded).modules()}
+    idle = {id(module) for tower in towers_of(loaded).values() for module in tower.modules()}
+    inside = {id(module) for module in body_of(loaded).modules()} - idle
     return [n for n, m in loaded.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) in inside]
 
 

@@ -187,12 +187,15 @@ def fuse_layers(model: nn.Module) -> None:
     """
     recomputes = not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for module in list(model.modules()):
+        # Some models share an activation with all others in the process, so it is replaced instead of changed.
+        parts = ((name, part) for name, part in module._modules.items() if part is not None)
+        fused = {name: new() for name, part in parts if (new := tried(_gelu_of, part)) is not None}
+        if fused:
+            module._modules = {**module._modules, **fused}
         if (norm := tried(_rms_norm_of, module)) is not None:
             original = cast(Any, module)
             original.original, original.eps = type(module), _epsilon(module)
             module.__class__ = with_forward(norm, type(module))
-        elif (fused := tried(_gelu_of, module)) is not None:
-            module.__class__ = fused
         elif (gated := tried(_gated_feed_forward_of, module)) is not None:
             module.__class__ = with_forward(gated, type(module))
             cast(Any, module).recomputes = recomputes

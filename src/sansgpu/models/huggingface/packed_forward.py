@@ -45,6 +45,7 @@ from sansgpu.models.huggingface.probes import (
     logits_of,
     may_share,
     packs_well,
+    pads_well,
     position_offset,
     shares_well,
     window_of,
@@ -56,7 +57,7 @@ from sansgpu.models.packed_masks import KeyRanges, PackedMask, SequenceStarts, T
 from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.recurrent_layers import STARTS
 from sansgpu.models.shared_prefixes import SharedPrefixes
-from sansgpu.models.token_rows import in_order, padded_rows
+from sansgpu.models.token_rows import in_order, of_equal_length, padded_rows
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
     from transformers import PreTrainedModel
@@ -84,12 +85,14 @@ class UnpaddedModel:
         self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         self.shares = False  # until a probe below shows that sharing changes no output
+        self._pads = True  # otherwise, only examples of the same length run together
         self.frozen: FrozenLayers | None = None
         self.kept: KeptStates | None = None  # outputs of the frozen layers
         self._counts = [0, 0]  # tokens of sequences, and those that were computed, in passes of training
         with reading(model), torch.no_grad(), autocast_of(model):
             unscaled = min(longest, self._rotary.unscaled or longest)
             self.packs = pack and can_pack(model) and packs_well(self, unscaled)
+            self._pads = self.packs or self.causal or pads_well(self)
             self.fused = head_is_plain(model, self.softcap)
             self.shares = self.packs and may_share(model) and shares_well(self)
 
@@ -321,11 +324,7 @@ class UnpaddedModel:
             return logits
 
     def _logits_of_packed(
-        self,
-        packed: dict[str, torch.Tensor],
-        flat: Flat,
-        padded: dict[str, torch.Tensor],
-        lengths: torch.Tensor,
+        self, packed: dict[str, torch.Tensor], flat: Flat, padded: dict[str, torch.Tensor], lengths: torch.Tensor
     ) -> torch.Tensor:
         base: Any = body_of(self.model)
 
@@ -370,10 +369,10 @@ class UnpaddedModel:
     def _groups(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields the token indices (n,) and lengths (b,) of the examples for each forward pass."""
         all_tokens = torch.arange(int(lengths.sum()), device=lengths.device)
-        groups = self._rotary.groups(lengths.tolist()) if self._rotary else []
-        if not self._rotary:
+        if self._pads and not self._rotary:
             yield all_tokens, lengths
-        for group in groups:
+            return
+        for group in self._rotary.groups(lengths.tolist()) if self._pads else of_equal_length(lengths.tolist()):
             self._rotary.reset()
             chosen = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
             chosen[group] = True

@@ -19,7 +19,7 @@ from sansgpu.models.formats.folders import adapter_folder, base_of, gguf_parts, 
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.generation.answer_end import EndTokens, end_tokens, token_ids
 from sansgpu.models.huggingface.older_versions import complete_config
-from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens
+from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens, towers_of
 from sansgpu.models.huggingface.source import (
     base_precision,
     gguf_file_of,
@@ -31,7 +31,7 @@ from sansgpu.models.huggingface.source import (
     source_of,
     stored_weights,
 )
-from sansgpu.models.huggingface.tokenizer_files import end_ids_of, save_tokenizer
+from sansgpu.models.huggingface.tokenizer_files import copy_processors, end_ids_of, save_tokenizer
 from sansgpu.models.modules import blocks_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
@@ -228,7 +228,7 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
         torch.device(device),
     ):
         built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.type]).from_config(config, **options)
-    return built
+    return _with_frozen_towers(built)
 
 
 def shortened_configs(model: ModelConfig, head: Head, layers: int) -> Iterator[PreTrainedConfig]:
@@ -258,8 +258,17 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return config
 
 
+def _with_frozen_towers(loaded: PreTrainedModel) -> PreTrainedModel:
+    for tower in towers_of(loaded).values():
+        tower.requires_grad_(False)
+    return loaded
+
+
 def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """Enables gradient checkpointing if configured, disables the KV cache, and converts biases and norms to fp32."""
+    """Enables gradient checkpointing if configured, disables the KV cache, and converts biases and norms to fp32.
+
+    Freezes the parts of a multimodal model that read no text.
+    """
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:
             raise ConfigError(
@@ -272,7 +281,7 @@ def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTr
     for parameter in loaded.parameters():
         if parameter.ndim < 2:  # autocast does not cover biases and norms; a copy also frees the mapped file
             parameter.data = parameter.data.to(torch.float32, copy=True)
-    return loaded
+    return _with_frozen_towers(loaded)
 
 
 def is_inside(loaded: PreTrainedModel, name: str) -> bool:
@@ -319,9 +328,16 @@ def plain_name(name: str) -> str:
 
 
 def save_pretrained(
-    model: PreTrainedModel, tokenizer: Any, folder: Path, write_more: Callable[[Path], None] = lambda folder: None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    source: ModelConfig,
+    write_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Writes a model to a folder that transformers loads, atomically. `write_more` can add files to it."""
+    """Writes a model, which came from `source`, to a folder that transformers loads, atomically.
+
+    `write_more` can add files to it.
+    """
     known_ends = end_ids_of(model)
 
     def write(partial: Path) -> None:
@@ -331,6 +347,8 @@ def save_pretrained(
         model.save_pretrained(partial)
         complete_config(partial)
         save_tokenizer(tokenizer, partial, known_ends)
+        if towers_of(model):
+            copy_processors(source, partial)
         write_more(partial)
 
     write_folder_atomically(folder, write)

@@ -19,6 +19,7 @@ from sansgpu.models.attention_windows import (
     has_recurrences,
     has_windows,
 )
+from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
@@ -84,6 +85,19 @@ def _packs_equally(unpadded: PackingModel, output: Output, tokens: torch.Tensor,
     return close_outputs(unpadded.model, packed, torch.cat(separate))
 
 
+def pads_well(unpadded: PackingModel) -> bool:
+    """Returns False if padding changes the outputs of an encoder, e.g. because convolutions mix neighboring tokens."""
+    lengths = [PROBE_SHORT, *SHARED_PARTS]
+    tokens = probe_tokens(unpadded.model, sum(lengths))
+    try:
+        with _blocks_to_probe(unpadded.model, sum(lengths)):
+            padded = unpadded.hidden_states(tokens, torch.tensor(lengths))
+            separate = [_separate(unpadded.hidden_states, part) for part in tokens.split(lengths)]
+    except Exception:  # some models take only texts of certain lengths
+        return True
+    return close_outputs(unpadded.model, padded.float(), torch.cat(separate).float())
+
+
 def shares_well(unpadded: PackingModel) -> bool:
     """Returns True if examples that share beginnings give the same outputs as separate ones. Changes `shares`."""
     model = unpadded.model
@@ -117,6 +131,14 @@ def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
 def probe_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
     """Returns different tokens (count,) of a model's vocabulary."""
     return torch.arange(count) * 7 % int(model.config.get_text_config().vocab_size)
+
+
+@torch.no_grad()
+def output_width(unpadded: PackingModel) -> int:
+    """Returns the number of features of final hidden states, which differs from that of the layers in some models."""
+    tokens = probe_tokens(unpadded.model, PROBE_SHORT)
+    with reading(unpadded.model), autocast_of(unpadded.model):
+        return unpadded.hidden_states(tokens, torch.tensor([len(tokens)])).shape[1]
 
 
 def copies_for_kernels(rows: int) -> int:
@@ -211,6 +233,16 @@ def output_of(model: PreTrainedModel, chosen: Callable[[torch.Tensor], torch.Ten
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns the parts of a multimodal model that compute nothing for a text, such as its image encoder, by name."""
+    text, body = model.config.get_text_config(), body_of(model)
+    parts = {name: part for name, part in body.named_children() if any(True for _ in part.parameters())}
+    readers = [name for name, part in parts.items() if getattr(part, "config", None) is text]
+    if text is model.config or len(readers) != 1:
+        return {}
+    return {name: part for name, part in parts.items() if name not in readers}
 
 
 def position_offset(model: PreTrainedModel) -> int:

@@ -44,6 +44,7 @@ VERSIONED = "config_sentence_transformers.json"
 SETTINGS = "sentence_bert_config.json"  # settings of the Transformer module
 LINEAR_HEAD = "head.safetensors"  # a linear classifier of the embeddings
 STATIC = "StaticEmbedding"  # module without a transformer: a text's vector is the mean of its tokens' vectors
+LOGIT_SCORE = "LogitScore"  # module of cross-encoders that are decoders
 # Pooling modes in 1_Pooling/config.json: as keys, which all versions read, and as values from version 5.4 on.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
@@ -95,6 +96,14 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
 def is_static_folder(folder: Path) -> bool:
     """Returns whether a folder is a static embedding model of Sentence Transformers. Raises ConfigError."""
     return (folder / MODULES).is_file() and STATIC in dict(_modules(folder / MODULES))
+
+
+def scores_by_logits(folder: Path) -> bool:
+    """Returns whether a folder is a decoder that scores pairs of texts by the logits of two tokens, such as yes and no.
+
+    Raises ConfigError if its modules.json is damaged.
+    """
+    return (folder / MODULES).is_file() and LOGIT_SCORE in dict(_modules(folder / MODULES))
 
 
 def read_static_layout(folder: Path) -> tuple[EmbeddingLayout, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
@@ -15,7 +16,7 @@ from sansgpu.config.schema import Config
 from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.formats.folders import base_of
+from sansgpu.models.formats.folders import base_of, frozen_base
 from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
 from sansgpu.models.generation.template_variables import set_template_variables
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions import i
 
     from sansgpu.models.formats.gguf_file import GGUFFile
 
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
 
 
@@ -117,6 +119,13 @@ def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> 
         text,
         ends.ids,
     )
+
+
+def copy_processors(model: ModelConfig, folder: Path) -> None:
+    """Copies the settings with which a multimodal model prepares images and sounds, without which it does not load."""
+    for name in _PROCESSORS:
+        if (file := model_file(frozen_base(model), name)) is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, known_ends: Sequence[int] | None = None) -> None:

@@ -15,6 +15,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.costs import PretrainedCosts
+from sansgpu.models.huggingface.probes import output_width
 from sansgpu.models.huggingface.sentence_embedding import (
     Dense,
     EmbeddingLayout,
@@ -82,7 +83,7 @@ class EmbeddingObjective(ComparedEmbeddings, FineTuning):
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         super().__init__(config, random, layers, frozen)
         self.layout = embedding_layout(config, self.unpadded.causal)
-        self._hidden_size = self.width = int(self.model.config.get_text_config().hidden_size)
+        self._hidden_size = self.width = output_width(self.unpadded)
         self.dense = read_dense(config.model, self.layout, self.width)
         for module in self.dense:
             assert isinstance(module, Dense)

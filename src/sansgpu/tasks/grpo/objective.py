@@ -129,13 +129,15 @@ def completion_metrics(sums: Sums) -> dict[str, Any]:
 
 
 def _cached_values(model: ModelConfig) -> int:
-    """Returns the number of keys and values that a layer's KV cache holds per token; 0 without attention."""
+    """Returns the number of keys and values that the largest KV cache of a layer holds per token; 0 without one."""
     text: Any = pretrained_config(model).get_text_config()
-    heads = int(getattr(text, "num_attention_heads", 0))
-    if not heads:
+    if not (heads := int(getattr(text, "num_attention_heads", 0))):
         return 0
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(head_dim)
+    # Layers with sliding windows may have heads of another size.
+    kinds = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    head_dims = [getattr(one, "head_dim", None) or one.hidden_size // heads for one in kinds]
+    kv_heads = [getattr(one, "num_key_value_heads", None) or heads for one in kinds]
+    return 2 * max(count * dim for count, dim in zip(kv_heads, head_dims, strict=True))
 
 
 @dataclass(frozen=True)

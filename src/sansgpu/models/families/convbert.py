@@ -1,0 +1,7 @@
+from sansgpu.models.family import TINY_MHA, Family
+
+FAMILY = Family(
+    title="ConvBERT",
+    is_encoder=True,
+    tiny={**TINY_MHA, "embedding_size": 32},
+)

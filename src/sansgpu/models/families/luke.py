@@ -1,0 +1,13 @@
+from sansgpu.models.family import TINY_CONTEXT, TINY_MHA, Family
+
+FAMILY = Family(
+    title="LUKE",
+    is_encoder=True,
+    tiny={
+        **TINY_MHA,
+        "max_position_embeddings": TINY_CONTEXT + 2,
+        "pad_token_id": 1,
+        "entity_vocab_size": 16,
+        "entity_emb_size": 16,
+    },
+)
