@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import gguf
 import numpy as np
@@ -190,7 +190,8 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """Reads an array, which may have hundreds of thousands of strings, so that each takes little work."""
-        content, order = memoryview(self._content), "little" if self._order == "<" else "big"
+        content: Any = memoryview(cast(Any, self._content))
+        order: Literal["little", "big"] = "little" if self._order == "<" else "big"
         strings, offset, end = list[str](), self._offset, len(content)
         for _ in range(count):
             size = int.from_bytes(content[offset : offset + 8], order)
