@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.rotary import rotate_heads
+from sansgpu.models.attention_interface import attention_forward, give_our_masks
 from sansgpu.models.family import Family
-from sansgpu.models.huggingface.attention_interface import attention_forward, give_our_masks
 from sansgpu.models.layer_trials import with_forward
 
 

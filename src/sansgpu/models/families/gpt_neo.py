@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from sansgpu.models.attention_interface import attention_forward, give_our_masks
 from sansgpu.models.family import TINY_CONTEXT, Family
-from sansgpu.models.huggingface.attention_interface import attention_forward, give_our_masks
 from sansgpu.models.layer_trials import with_forward
 from sansgpu.models.packed_masks import projected_heads
 

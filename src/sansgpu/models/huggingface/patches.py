@@ -16,13 +16,13 @@ from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.models import families
-from sansgpu.models.attention_windows import has_recurrences
-from sansgpu.models.huggingface.attention_interface import (
+from sansgpu.models.attention_interface import (
     NAME,
     attention_forward,
     use_our_attention,
     uses_our_attention,
 )
+from sansgpu.models.attention_windows import has_recurrences
 from sansgpu.models.huggingface.fused_layers import FusedGELU, FusedTanhGELU, fuse_layers
 from sansgpu.models.huggingface.patch_trial import apply_patches
 from sansgpu.models.huggingface.probes import has_causal_attention

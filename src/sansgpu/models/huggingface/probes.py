@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import MIN_ROWS, Linear
+from sansgpu.models.attention_interface import NAME
 from sansgpu.models.attention_windows import (
     causal_window,
     encoder_window,
@@ -20,7 +21,6 @@ from sansgpu.models.attention_windows import (
     has_windows,
 )
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear

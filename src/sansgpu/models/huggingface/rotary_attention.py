@@ -16,7 +16,7 @@ from torch import nn
 
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.rotary import rotate_heads
-from sansgpu.models.huggingface.attention_interface import NAME, attention_forward
+from sansgpu.models.attention_interface import NAME, attention_forward
 from sansgpu.models.layer_trials import LinearPart, agree, random_tensor, tried, with_forward
 
 

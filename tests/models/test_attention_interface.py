@@ -17,7 +17,7 @@ from sansgpu.kernels.attention import (
     unfused_attention,
     visible_keys,
 )
-from sansgpu.models.huggingface.attention_interface import (
+from sansgpu.models.attention_interface import (
     NAME,
     attention_forward,
     ranges_of,
