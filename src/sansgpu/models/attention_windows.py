@@ -64,3 +64,10 @@ def has_recurrences(config: Any) -> bool:
     """Returns True for decoders with recurrent layers, whose other layers, if any, have full attention."""
     types = set(layer_types(config)) - _OTHERS
     return bool(types & {LINEAR, _HYBRID}) and types <= {FULL, LINEAR, _HYBRID}
+
+
+def attending_share(config: Any) -> float:
+    """Returns the share of the layers that have attention, among them those that also have a recurrence."""
+    types = layer_types(config)
+    without = _OTHERS | {LINEAR, CONVOLUTION}
+    return sum(kind not in without for kind in types) / len(types) if types else 1.0

@@ -45,7 +45,7 @@ class LinearShapes:
 
 @dataclass(frozen=True)
 class StepWork:
-    """FLOPs of a training step, by part. Causal attention counts only the unmasked scores."""
+    """FLOPs of a training step, by part. Causal attention counts only the unmasked scores, and recurrent layers."""
 
     matmul: float
     attention: float

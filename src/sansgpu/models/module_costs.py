@@ -21,10 +21,10 @@ from sansgpu.models.costing import (
     StepWork,
     cross_entropy_bytes,
     muon_flops,
-    numbers_of,
     shapes_of,
 )
 from sansgpu.models.modules import blocks_of
+from sansgpu.models.recurrent_layers import RecurrentSize, recurrent_size
 
 # Bytes that a block saves per token for its backward pass, by precision: (bytes per unit of D, bytes per unit of F and
 # (D, F) matrix). Measured on Qwen2 and BERT without torch.compile.
@@ -36,6 +36,16 @@ _FUSED_SAVED_BYTES = {
     "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
     "relative": {"bf16": (52, 2), "fp32": (42, 4)},  # DeBERTa and MPNet; their attention weights are extra
 }
+# Bytes that recurrent layers save per token and channel. Their blocks save only half as much per unit of D as others,
+# because attention saves the other half.
+_RECURRENT_SAVED_BYTES = {
+    "delta": {"bf16": 24, "fp32": 32},
+    "heads": {"bf16": 18, "fp32": 22},
+    "normed heads": {"bf16": 32, "fp32": 36},
+    "scan": {"bf16": 15, "fp32": 28},
+}
+# Per token and element of a state: its decay, writing and reading, which take 2 each, and twice that for gradients.
+_RECURRENT_FLOPS = 18.0
 _ATTENTION_WEIGHT_BYTES = 8  # saved per pair of tokens and head in "relative" blocks: results of softmax and dropout
 
 FusedBlocks = Literal["decoder", "sandwich", "encoder", "relative"]
@@ -70,7 +80,10 @@ class ModuleShape:
     trained_inside: int  # trained weights in blocks
     trained_matrices: int  # matrices in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
+    matrix_weights: float  # weights of the matrices of a block, on average
     fused: FusedBlocks | None  # the type of fused blocks that `patch_model` has put in, if it has
+    recurrent: tuple[RecurrentSize, ...] = ()  # the recurrent layers of all blocks
+    attending: float = 1.0  # share of the blocks that have attention
     packs: bool = True  # several examples can share a row
     shares: bool = False  # a beginning that examples of a row share is computed once
     trained_layers: int = 0  # the last blocks, the only ones that are trained; 0: all blocks
@@ -91,6 +104,7 @@ class ModuleShape:
             trained=self.trained - round((1 - share) * self.trained_inside),
             trained_inside=round(self.trained_inside * share),
             trained_matrices=round(self.trained_matrices * share),
+            recurrent=self.recurrent[: round(len(self.recurrent) * share)],
             quantized_blocks=self.quantized_blocks.part(share),
         )
 
@@ -118,17 +132,13 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
     inside = {id(p) for block in blocks for p in block.parameters()}
     named = list(model.named_parameters())
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # Keyed by identity, because an adapter layer and its base layer have the same weight.
-    matrices: dict[int, nn.Parameter] = {}
-    for module in blocks[0].modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-            matrices[id(weight)] = weight
+    matrices = _matrices(blocks[0])
+    others = [weight for weight in matrices.values() if id(weight) not in _recurrent_matrices(blocks[0])]
     heads_after = [p for _, p in named if p.ndim == 2 and id(p) not in embeddings | inside]
     return ModuleShape(
         layers=len(blocks),
         width=width,
-        inner=max((max(weight.shape) for weight in matrices.values()), default=width),
+        inner=max((max(weight.shape) for weight in others), default=0 if matrices else width),
         heads=heads,
         vocabulary=vocabulary,
         outputs=outputs or (int(heads_after[-1].shape[0]) if heads_after else vocabulary),
@@ -140,8 +150,21 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
         trained_inside=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
         products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
+        matrix_weights=sum(w.numel() for block in blocks for w in _matrices(block).values()) / len(blocks),
         fused=getattr(blocks[0], "fused_as", None),
+        recurrent=tuple(size for block in blocks for m in block.modules() if (size := recurrent_size(m)) is not None),
     )
+
+
+def _matrices(block: nn.Module) -> dict[int, nn.Parameter]:
+    """Returns the matrices of a block, keyed by identity, because an adapter layer and its base layer share one."""
+    weights = (getattr(module, "weight", None) for module in block.modules())
+    return {id(weight): weight for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 2}
+
+
+def _recurrent_matrices(block: nn.Module) -> set[int]:
+    found = (_matrices(module) for module in block.modules() if recurrent_size(module) is not None)
+    return {key for matrices in found for key in matrices}
 
 
 @dataclass(frozen=True)
@@ -183,11 +206,13 @@ class ModuleCosts(Costs):
         In blocks before the trained ones, through which nothing is backpropagated, it is 2.
         """
         shape, per_weight = self.shape, self._flops_per_weight
-        matrices = numbers_of(dict(shape.products)) * self.pass_layers
+        matrices = shape.matrix_weights * self.pass_layers
         attended = (self.example_tokens + 1) / 2 if shape.heads else 0.0  # mean number of keys per query
+        recurrence = _RECURRENT_FLOPS * sum(layer.states for layer in shape.recurrent) / shape.layers
+        attention = 12.0 * shape.attending * shape.width * attended
         return StepWork(
             matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,
-            attention=12.0 * self.pass_layers * shape.width * attended * tokens,
+            attention=(attention + recurrence) * self.pass_layers * tokens,
             loss=per_weight * shape.outputs * shape.width * tokens * self.target_ratio,
             muon=self.trained_layers * muon_flops(dict(shape.products)),
         )
@@ -217,10 +242,15 @@ class ModuleCosts(Costs):
         fused = shape.fused if execution.kernels != "torch" else None
         width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[execution.compute_dtype_name]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
-        per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
+        attention = shape.attending if shape.recurrent and shape.inner else not shape.recurrent
+        per_token = width * shape.width * (1 + attention) / 2
+        per_token += inner * up_projections * shape.inner + 8 * shape.heads
+        for layer in shape.recurrent:
+            saved = _RECURRENT_SAVED_BYTES[layer.kind][execution.compute_dtype_name]
+            per_token += saved * layer.channels / shape.layers
         if shape.fused == "relative":
             per_token += _ATTENTION_WEIGHT_BYTES * shape.heads * self.window
-        return self.micro_batch_tokens(execution) * per_token
+        return int(self.micro_batch_tokens(execution) * per_token)
 
     def head_bytes(self, execution: Execution) -> int:
         return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained=True)

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +122,29 @@ class KernelRecurrence:
             original.__closure__,
         )  # fmt: skip
         return cast(torch.Tensor, replaced(self, hidden_states, *args, **kwargs))
+
+
+class RecurrentSize(NamedTuple):
+    """The sizes on which the costs of a recurrent layer depend."""
+
+    kind: Literal["delta", "heads", "normed heads", "scan"]  # a delta net, Mamba 2 without and with a norm, or Mamba
+    channels: int  # features of the output of the recurrence
+    states: int  # elements of the state of a sequence
+
+
+def recurrent_size(module: nn.Module) -> RecurrentSize | None:
+    """Returns the sizes of a layer that `use_recurrent_kernels` has changed; None for other modules."""
+    if not isinstance(module, KernelRecurrence):
+        return None
+    layer: Any = module
+    if hasattr(layer, "head_v_dim"):
+        channels = layer.num_v_heads * layer.head_v_dim
+        return RecurrentSize("delta", channels, channels * layer.head_k_dim)
+    if layer.A_log.ndim == 2:  # (D, M)
+        return RecurrentSize("scan", layer.A_log.shape[0], layer.A_log.numel())
+    channels = layer.num_heads * layer.head_dim
+    kind: Literal["heads", "normed heads"] = "normed heads" if hasattr(layer.norm, "weight") else "heads"
+    return RecurrentSize(kind, channels, channels * layer.ssm_state_size)
 
 
 def _own_forward(layer: Any) -> FunctionType:

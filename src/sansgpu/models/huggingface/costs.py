@@ -11,6 +11,7 @@ from torch import nn
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.machine.execution import Execution
+from sansgpu.models.attention_windows import attending_share
 from sansgpu.models.costing import StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats
 from sansgpu.models.huggingface.adapters import add_adapter, lower_layers
@@ -47,7 +48,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     outputs = _outputs(head, vocabulary)
     shape = module_shape(model, int(config.hidden_size), _heads(config), vocabulary, outputs)
     shortens = any(True for _ in shortened_configs(settings, head, 1))
-    shape = replace(shape, packs=packs, shares=shares, shortens=shortens)
+    shape = replace(shape, packs=packs, shares=shares, shortens=shortens, attending=attending_share(config))
     trained = settings.trained_blocks(shape.layers) if settings.freezes_at_start else shape.layers
     shape = replace(shape, trained_layers=trained)
     return replace(shape, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
