@@ -1,3 +1,0 @@
-from sansgpu.models.family import TINY_GQA, Family
-
-FAMILY = Family(title="BitNet", tiny=TINY_GQA)
