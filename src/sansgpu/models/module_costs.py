@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from torch import nn
 
@@ -24,7 +24,9 @@ from sansgpu.models.costing import (
     shapes_of,
 )
 from sansgpu.models.modules import blocks_of
-from sansgpu.models.recurrent_layers import RecurrentSize, recurrent_size
+
+if TYPE_CHECKING:  # with the kernels of recurrent layers, which other runs need not import
+    from sansgpu.models.recurrent_layers import RecurrentSize
 
 # Bytes that a block saves per token for its backward pass, by precision: (bytes per unit of D, bytes per unit of F and
 # (D, F) matrix). Measured on Qwen2 and BERT without torch.compile.
@@ -128,12 +130,16 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
     `outputs`, the output size of the head, defaults to that of the last matrix outside the blocks and embeddings, or
     to the vocabulary if there is none.
     """
+    from sansgpu.models.recurrent_layers import recurrent_size  # imports kernels
+
     blocks = blocks_of(model)
     inside = {id(p) for block in blocks for p in block.parameters()}
     named = list(model.named_parameters())
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     matrices = _matrices(blocks[0])
-    others = [weight for weight in matrices.values() if id(weight) not in _recurrent_matrices(blocks[0])]
+    recurrent = [module for module in blocks[0].modules() if recurrent_size(module) is not None]
+    mixing = {key for module in recurrent for key in _matrices(module)}
+    others = [weight for key, weight in matrices.items() if key not in mixing]
     heads_after = [p for _, p in named if p.ndim == 2 and id(p) not in embeddings | inside]
     return ModuleShape(
         layers=len(blocks),
@@ -160,11 +166,6 @@ def _matrices(block: nn.Module) -> dict[int, nn.Parameter]:
     """Returns the matrices of a block, keyed by identity, because an adapter layer and its base layer share one."""
     weights = (getattr(module, "weight", None) for module in block.modules())
     return {id(weight): weight for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 2}
-
-
-def _recurrent_matrices(block: nn.Module) -> set[int]:
-    found = (_matrices(module) for module in block.modules() if recurrent_size(module) is not None)
-    return {key for matrices in found for key in matrices}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from sansgpu.models.huggingface.pretrained import (
     weights_fingerprint,
 )
 from sansgpu.models.huggingface.probes import towers_of
-from sansgpu.models.huggingface.source import requantized_formats
+from sansgpu.models.huggingface.source import is_text_part, requantized_formats
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, save_tokenizer
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.shared_prefixes import lexicographic_order
@@ -109,6 +109,8 @@ class FineTuning(ObjectiveBase, ABC):
 
     def _notes(self, unpatched: Sequence[str]) -> Iterator[str]:
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
+        if is_text_part(self.model, self.config.model):
+            yield f"{name} also reads images or sound; only its language model is loaded, trained and saved."
         if unpatched:
             yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' code is used."
         if changed := requantized_formats(self.config.model):

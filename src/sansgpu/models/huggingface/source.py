@@ -33,9 +33,16 @@ from sansgpu.models.formats.weights import (
 )
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from sansgpu.models.formats.gguf_file import GGUFFile
+
+
+def is_text_part(loaded: PreTrainedModel, model: ModelConfig) -> bool:
+    """Returns True if a model was loaded without the parts for images or sound that its folder has."""
+    config = pretrained_config(model)
+    text = config.get_text_config()
+    return text is not config and loaded.config.model_type == text.model_type
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
