@@ -137,7 +137,7 @@ def _cached_values(model: ModelConfig) -> int:
     kinds = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     head_dims = [getattr(one, "head_dim", None) or one.hidden_size // heads for one in kinds]
     kv_heads = [getattr(one, "num_key_value_heads", None) or heads for one in kinds]
-    return 2 * max(count * dim for count, dim in zip(kv_heads, head_dims, strict=True))
+    return 2 * max(int(count) * int(dim) for count, dim in zip(kv_heads, head_dims, strict=True))
 
 
 @dataclass(frozen=True)
