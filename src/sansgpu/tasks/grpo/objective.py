@@ -14,7 +14,7 @@ from sansgpu.data.batch import IGNORE, ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
-from sansgpu.models.costing import FULL
+from sansgpu.models.costing import numbers_of
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.models.huggingface.source import pretrained_config
@@ -137,7 +137,7 @@ def _cached_values(model: ModelConfig) -> int:
     kinds = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     head_dims = [getattr(one, "head_dim", None) or one.hidden_size // heads for one in kinds]
     kv_heads = [getattr(one, "num_key_value_heads", None) or heads for one in kinds]
-    return 2 * max(int(count * dim) for count, dim in zip(kv_heads, head_dims, strict=True))
+    return 2 * max(int(count) * int(dim) for count, dim in zip(kv_heads, head_dims, strict=True))
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,9 @@ class GRPOCosts(PretrainedCosts):
         return replace(memory, activations=memory.activations + more)
 
     def _generation_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of the cache and of the packed copy of the weights that are not quantized."""
+        """Returns the bytes of the KV cache and of the packed copy of the weights that are not quantized."""
         shape, size = self.shape, execution.compute_dtype.itemsize
-        cache = self.cached_values * shape.layers * shape.attending * SLOTS * self.window
-        blocks = shape.matrix_weights * shape.layers - shape.quantized_blocks.count
+        cache = self.cached_values * shape.layers * SLOTS * self.window
+        blocks = numbers_of(dict(shape.products)) * shape.layers - shape.quantized_blocks.count
         head = 0 if shape.quantized_tables.count else shape.outputs * shape.width
-        states = FULL * SLOTS * sum(layer.states for layer in shape.recurrent)
-        return round(size * (cache + blocks + head)) + states
+        return size * (cache + blocks + head)
