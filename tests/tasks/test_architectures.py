@@ -27,7 +27,7 @@ from tests.tasks.folders import chat_rows, model_folder, squad
 PACKS = {
     "llama": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
     "mistral": True, "phi": True, "phi3": True, "gpt2": True, "mixtral": True, "qwen2_moe": True, "mamba": True,
-    "gpt_neo": False,
+    "gpt_neo": True, "recurrent_gemma": False,
     "bert": True, "roberta": True, "distilbert": True, "modernbert": True, "mpnet": True, "deberta-v2": True,
 }  # fmt: skip
 # Trained with adapters on all kinds of layers: separate and fused projections, with and without bias, Conv1D, new
@@ -36,7 +36,7 @@ ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "mixtral", "
            "distilbert", "modernbert", "mpnet", "deberta-v2")  # fmt: skip
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
 # Resumed even without long tests: dropout in the model, in adapters or nowhere; fused layers; packing and padding.
-RESUMED = {("gpt2", "none"), ("gpt_neo", "none"), ("mamba", "none"), ("modernbert", "none"), ("phi3", "lora")}
+RESUMED = {("gpt2", "none"), ("recurrent_gemma", "none"), ("mamba", "none"), ("modernbert", "none"), ("phi3", "lora")}
 # Runs in bf16, which compute with rounded frozen weights.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 OFTEN_NARROW = (("qwen2", "none"), ("gemma2", "lora"), ("mixtral", "lora"), ("gpt2", "dora"))

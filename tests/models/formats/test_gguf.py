@@ -196,7 +196,7 @@ QWEN3 = hugging_face_config(model_of("grouped").config, 0)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "mamba"}, "this model has the architecture mamba"),
+        ({"model_type": "rwkv"}, "this model has the architecture rwkv"),
         ({"hidden_act": "gelu"}, "supports only silu in qwen3, but this model uses gelu"),
         ({"use_sliding_window": True}, "does not support use_sliding_window"),
         ({"attention_bias": True}, "does not support attention_bias"),
@@ -347,7 +347,7 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architecture": "mamba"}, "has the unsupported architecture mamba; use a model with one of apertus"),
+        ({"architecture": "rwkv6"}, "has the unsupported architecture rwkv6; use a model with one of apertus"),
         ({"leave_out": "blk.0.attn_q.weight"}, "do not match the model's config.*blocks.0.attention.q.weight"),
         ({"leave_out": "token_embd.weight"}, "the model's metadata are incomplete"),
         ({"leave_out": "qwen3.block_count"}, "the model's metadata are incomplete .'qwen3.block_count' is missing"),

@@ -97,13 +97,14 @@ def _theta(rope: Settings, head_dim: int) -> float:
 
 def rope_tensors(settings: Settings) -> Weights:
     """Returns the tensors of factors (d / 2,) by name; empty if RoPE is not scaled."""
-    rope, head_dim = _ropes(settings)[0], _head_dim(settings)
+    rope = _ropes(settings)[0]
     match rope.get("rope_type"):
         case "llama3":
-            return {_FACTORS: _llama3_factors(rope, head_dim)}
+            return {_FACTORS: _llama3_factors(rope, _head_dim(settings))}
         case "proportional":
-            rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
-            return {_FACTORS: torch.tensor([1.0] * rotated + [_NO_ROTATION] * (head_dim // 2 - rotated))}
+            pairs = _head_dim(settings) // 2
+            rotated = int(rope.get("partial_rotary_factor", 1.0) * pairs)
+            return {_FACTORS: torch.tensor([1.0] * rotated + [_NO_ROTATION] * (pairs - rotated))}
         case "longrope":
             factors = {_LONG: rope["long_factor"], _SHORT: rope["short_factor"]}
             return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
