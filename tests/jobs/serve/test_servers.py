@@ -77,7 +77,7 @@ def test_a_decoder_of_our_own_has_completions_but_no_chat(home: Path, tmp_path: 
 
 @pytest.mark.long
 def test_a_model_without_batches_answers_one_after_another(home: Path) -> None:
-    folder = model_folder("mamba")
+    folder = model_folder("recurrent_gemma")
     with served(folder, home / "cache", "--precision", "fp32") as server:
         assert "1 text at once" in server.line
         asked = {"model": folder.name, "prompt": "red blue", "max_tokens": 8, "temperature": 0}
@@ -87,7 +87,7 @@ def test_a_model_without_batches_answers_one_after_another(home: Path) -> None:
 
 
 def test_places_of_a_model_without_batches_are_refused(home: Path, capsys: Captured) -> None:
-    folder = model_folder("mamba")
+    folder = model_folder("recurrent_gemma")
     capsys.readouterr()  # transformers prints a bar if the model is new
     assert cli(["serve", str(folder), "--max-batch", "2", "--port", "0"]) == 2
     assert "one text at a time" in sentence(capsys)

@@ -130,7 +130,7 @@ def test_a_run_is_exported_as_an_adapter_file(home: Path, capsys: Captured) -> N
             {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
             "cannot contain model.layers.0.input_layernorm.weight",
         ),
-        ("mamba", {"target_modules": ["x_proj"]}, "this model has the architecture mamba"),
+        ("falcon", {"target_modules": ["dense"]}, "this model has the architecture falcon"),
     ],
 )
 def test_what_llama_cpp_would_not_compute_is_refused(
