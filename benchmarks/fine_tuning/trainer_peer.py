@@ -192,7 +192,8 @@ def train(
         trainer.train()
         if save is not None:
             if config.model.adapter != "none":
-                trainer.model = trainer.model.merge_and_unload()
+                adapted: Any = trainer.model
+                trainer.model = adapted.merge_and_unload()
             trainer.save_model(save)
             tokenizer.save_pretrained(save)
     return watch

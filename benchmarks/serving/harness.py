@@ -115,7 +115,7 @@ def hugging_face_folder(model: Path, folder: Path) -> Path:
     from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 
     config = ModelConfig(name_or_path=str(model))
-    save_pretrained(load_model(config, Head("causal"), seed=0), load_tokenizer_of(config), folder)
+    save_pretrained(load_model(config, Head("causal"), seed=0), load_tokenizer_of(config), folder, config)
     return folder
 
 
