@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Weights = dict[str, torch.Tensor]
 Settings = Mapping[str, Any]  # the contents of a config.json
 Metadata = Mapping[str, Any]  # the metadata of a GGUF file by key
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block, in the name of a weight
 
 # Sizes of tiny models in config.json, for tests and trials: with multi-head attention, with grouped-query attention
 # (GQA), and for families whose head_dim does not follow from the other sizes.
@@ -192,6 +195,12 @@ class Family:
         """Returns True if transformers stores the transpose of a weight."""
         *_, module, parameter = name.split(".")
         return parameter == "weight" and module in self.transposed
+
+
+def block_pattern(name: str) -> tuple[str, str]:
+    """Returns a weight's name with "{}" for the number of its block, and the number, which is empty outside blocks."""
+    number = _NUMBER.search(name)
+    return (name, "") if number is None else (_NUMBER.sub("{}", name, count=1), number[0])
 
 
 def full_width_heads(settings: Settings) -> Settings:

@@ -11,8 +11,8 @@ from tools.tiny_model import TINY
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import ATTENTION, patch_model
+from tests.models.families.packed import assert_packed_equals_separate
 
 VOCABULARY = 128
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {  # name: (model_type, changes, attention uses our kernel)
@@ -38,21 +38,7 @@ def test_packed_examples_have_the_loss_and_gradients_of_separate_ones(name: str)
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     patched = copy.deepcopy(plain)
     assert (ATTENTION not in patch_model(patched)) == uses_kernel
-    unpadded = UnpaddedModel(patched, pack=True)
-    assert unpadded.packs
-    lengths = torch.tensor([70, 3, 90])  # longer and shorter than the windows
-    tokens = torch.randint(3, VOCABULARY, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
-    targets = tokens.roll(-1)
-    found, expected = unpadded.summed_loss(tokens, lengths, targets), torch.zeros(())
-    found.backward()
-    for ids, wanted in zip(tokens.split(lengths.tolist()), targets.split(lengths.tolist()), strict=True):
-        expected = expected + torch.nn.functional.cross_entropy(plain(ids[None]).logits[0], wanted, reduction="sum")
-    expected.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    for (weight, theirs), ours in zip(plain.named_parameters(), patched.parameters(), strict=True):
-        if theirs.grad is not None:
-            most = float(theirs.grad.abs().max())
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4 * most + 3e-6, msg=weight)
+    assert_packed_equals_separate(plain, patched, VOCABULARY)
 
 
 def test_falcon_with_alibi_is_left_alone() -> None:

@@ -14,6 +14,7 @@ from sansgpu.models.huggingface.generation import PretrainedSlots, slots_work
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.recurrent_layers import KernelRecurrence
+from tests.models.families.packed import assert_packed_equals_separate
 
 VOCABULARY = 128
 GQA = {
@@ -80,23 +81,7 @@ def models(family: str) -> tuple[Any, Any]:
 def test_packed_examples_have_the_loss_and_gradients_of_separate_ones(family: str) -> None:
     plain, patched = models(family)
     assert any(isinstance(module, KernelRecurrence) for module in patched.modules())
-    unpadded = UnpaddedModel(patched, pack=True)
-    assert unpadded.packs
-    lengths = torch.tensor([70, 3, 90])
-    tokens = torch.randint(3, VOCABULARY, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
-    targets = tokens.roll(-1)
-    found = unpadded.summed_loss(tokens, lengths, targets)
-    found.backward()
-    expected = torch.zeros(())
-    for ids, wanted in zip(tokens.split(lengths.tolist()), targets.split(lengths.tolist()), strict=True):
-        logits = plain(ids[None]).logits[0].float()
-        expected = expected + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
-    expected.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    for (name, theirs), ours in zip(plain.named_parameters(), patched.parameters(), strict=True):
-        if theirs.grad is not None:
-            most = float(theirs.grad.abs().max())
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4 * most + 3e-6, msg=name)
+    assert_packed_equals_separate(plain, patched, VOCABULARY)
 
 
 @FAMILIES

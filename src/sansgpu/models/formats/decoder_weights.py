@@ -12,11 +12,10 @@ from sansgpu.config import ConfigError
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.models import families
 from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig
-from sansgpu.models.family import Settings, Weights, rope_of
+from sansgpu.models.family import Settings, Weights, block_pattern, rope_of
 from sansgpu.models.modules import INIT_STD
 
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer that old checkpoints contain
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
 
 
@@ -62,11 +61,11 @@ def _in_pieces(value: Matrix, count: int, is_transposed: bool) -> list[Matrix]:
 
 
 def _translate(name: str, modules: Mapping[str, str]) -> str:
-    layer = _LAYER.search(name)
-    module, _, parameter = _LAYER.sub("{}", name, count=1).rpartition(".")
+    pattern, number = block_pattern(name)
+    module, _, parameter = pattern.rpartition(".")
     if module not in modules:
         raise ConfigError(f"its layout has no weight named {name}; download or export the model again.")
-    return f"{modules[module].format(layer[0] if layer else '')}.{parameter}"
+    return f"{modules[module].format(number)}.{parameter}"
 
 
 def hugging_face_config(config: DecoderConfig, end_id: int) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import gguf
 
 from sansgpu.models import families
-from sansgpu.models.family import Family, Settings
-
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+from sansgpu.models.family import Family, Settings, block_pattern
 
 
 def gguf_architecture(settings: Settings) -> str:
@@ -37,31 +35,23 @@ def gguf_modules(settings: Settings) -> dict[str, str]:
 
 def gguf_names(settings: Settings) -> Callable[[str], str | None]:
     """Returns a function from Hugging Face's name of a weight to llama.cpp's; None for unknown weights."""
-    modules, weights = gguf_modules(settings), families.get(settings["model_type"]).gguf_weights
-
-    def name_of(hf_name: str) -> str | None:
-        layer = _LAYER.search(hf_name)
-        if layer is not None and (own := weights.get(_LAYER.sub("{}", hf_name, count=1))) is not None:
-            return own.format(layer[0])
-        module, _, parameter = hf_name.rpartition(".")
-        return f"{modules[module]}.{parameter}" if module in modules else None
-
-    return name_of
+    return partial(_renamed, gguf_modules(settings), families.get(settings["model_type"]).gguf_weights)
 
 
 def hugging_face_names(settings: Settings) -> Callable[[str], str | None]:
     """Inverts `gguf_names`."""
-    modules = {name: hf_name for hf_name, name in gguf_modules(settings).items()}
-    weights = {name: hf_name for hf_name, name in families.get(settings["model_type"]).gguf_weights.items()}
+    modules = {new: old for old, new in gguf_modules(settings).items()}
+    weights = {new: old for old, new in families.get(settings["model_type"]).gguf_weights.items()}
+    return partial(_renamed, modules, weights)
 
-    def name_of(name: str) -> str | None:
-        layer = _LAYER.search(name)
-        if layer is not None and (own := weights.get(_LAYER.sub("{}", name, count=1))) is not None:
-            return own.format(layer[0])
-        module, _, parameter = name.rpartition(".")
-        return f"{modules[module]}.{parameter}" if module in modules else None
 
-    return name_of
+def _renamed(modules: Mapping[str, str], weights: Mapping[str, str], name: str) -> str | None:
+    """Returns the new name of a weight in `weights`, or of one that belongs to a module in `modules`."""
+    pattern, number = block_pattern(name)
+    if pattern in weights:
+        return weights[pattern].format(number)
+    module, _, parameter = name.rpartition(".")
+    return f"{modules[module]}.{parameter}" if module in modules else None
 
 
 def _module_names(family: Family, layers: int) -> Iterator[str]:

@@ -6,17 +6,16 @@ Some families do the same with a single feed-forward layer. E experts, F hidden 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 
 from sansgpu.kernels.block_quantization import QuantizedWeight
+from sansgpu.models.family import block_pattern
 from sansgpu.models.formats.weights import StoredTensor, as_stored
 
 _GATE_UP = ".experts.gate_up_proj"
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 Halves = Mapping[str, tuple[str, str]]  # module of transformers, with "{}" for the block -> names of its two halves
 
 
@@ -29,15 +28,12 @@ def separate_halves(
             yield f"{name}.weight", weight
         elif name.endswith(_GATE_UP):
             yield from _split(weight, [name.replace("gate_up", which) + ".weight" for which in ("gate", "up")], 1)
-        elif (layer := _LAYER.search(name)) is not None and (module := _pattern(name)) in halves:
-            yield from _split(weight, [f"{half.format(layer[0])}.weight" for half in halves[module]], 0)
         else:
-            yield name, weight
-
-
-def _pattern(name: str) -> str:
-    """Returns the name of a weight's module, with "{}" for the number of its block."""
-    return _LAYER.sub("{}", name, count=1).removesuffix(".weight")
+            module, number = block_pattern(name.removesuffix(".weight"))
+            if number and module in halves:
+                yield from _split(weight, [f"{half.format(number)}.weight" for half in halves[module]], 0)
+            else:
+                yield name, weight
 
 
 def _split(weight: torch.Tensor | StoredTensor, names: list[str], dim: int) -> Iterator[tuple[str, StoredTensor]]:
@@ -62,11 +58,11 @@ def stack_halves(found: dict[str, StoredTensor], halves: Halves) -> None:
             up = found[name.replace("gate_proj", "up_proj") + ".weight"]
             found[name.replace("gate", "gate_up")] = _stacked(stored, up, 1)
     firsts = {first: (whole, second) for whole, (first, second) in halves.items()}
-    for name in [name for name in found if _pattern(name) in firsts]:
-        layer = _LAYER.search(name)
-        assert layer is not None
-        whole, second = (f"{module.format(layer[0])}.weight" for module in firsts[_pattern(name)])
-        found[whole] = _stacked(found.pop(name), found.pop(second), 0)
+    for name in list(found):
+        first, number = block_pattern(name.removesuffix(".weight"))
+        if first in firsts:
+            whole, second = (f"{module.format(number)}.weight" for module in firsts[first])
+            found[whole] = _stacked(found.pop(name), found.pop(second), 0)
 
 
 def _stacked(first: StoredTensor, second: StoredTensor, dim: int) -> StoredTensor:
