@@ -74,7 +74,10 @@ class LlamaFile:
         return found
 
     def largest_error(self, logits: torch.Tensor, ids: Sequence[int]) -> float:
-        """Returns the largest difference of log-probabilities from those of `logits` (T, V), at several positions."""
+        """Returns the largest difference between llama.cpp's log-probabilities and those that `logits` (T, V) give.
+
+        Compares several positions of the text.
+        """
         lengths = {1, 2, 3, *range(len(ids), 0, -STRIDE)}
         expected = logits.log_softmax(-1)
         pairs = [(self.log_probabilities(ids[:n], logits.shape[1]), expected[n - 1]) for n in sorted(lengths)]

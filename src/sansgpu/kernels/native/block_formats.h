@@ -167,7 +167,7 @@ struct Q8_0 {
   }
 };
 
-// The codes to which those of iq4_nl and iq4_xs refer.
+// Formats iq4_nl and iq4_xs store 4-bit indices into this table of values.
 constexpr int8_t UNEVEN[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 inline void decode_uneven(const uint8_t* pairs, float scale, float* to) {

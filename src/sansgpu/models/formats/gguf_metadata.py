@@ -67,7 +67,8 @@ def require_sizes(family: Family, metadata: Mapping[str, Any], shapes: Mapping[s
 def language_model_of(settings: Settings, weights: Mapping[str, _Weight]) -> tuple[Settings, Mapping[str, _Weight]]:
     """Returns the settings and weights of the language model inside a multimodal model.
 
-    llama.cpp reads the other parts from a file of their own. Returns those of other models unchanged.
+    llama.cpp reads the encoders of images and sounds from a separate file. Returns both arguments unchanged for a model
+    that reads only text.
     """
     text = settings.get("text_config")
     if not isinstance(text, Mapping):
