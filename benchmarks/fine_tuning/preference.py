@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ from benchmarks.ours import MEASURED, assignments, command, setting
 
 if TYPE_CHECKING:  # it imports torch, which this process does not need
     from sansgpu.tasks.preference.batch import AnswerPairs
-    from sansgpu.tasks.preference.settings import PreferenceTrainingConfig
 
 OURS, TRL = "sansgpu", "TRL DPOTrainer"
 COLUMNS = {
@@ -63,6 +62,7 @@ class Trained:
     peak_rss_bytes: int
     wall_seconds: float
     cpu_seconds: float
+    held_out_loss: float | None = None
 
     @classmethod
     def of(cls, outcome: Outcome, losses: list[float], seconds: list[float], pairs: list[int]) -> Trained:
@@ -102,11 +102,15 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def train_theirs(python: Path, given: dict[str, object], folder: Path) -> Trained:
-    facts = {"threads": given["training.threads"], "steps": given["training.max_steps"], "cache": folder / "cache"}
-    job = {"overrides": assignments(given), **facts}
+    """Trains with TRL, which evaluates its model at the end where `given` names held-out rows."""
+    cache, steps = folder / "cache", given.get("training.max_steps")
+    job = {"overrides": assignments(given), "threads": given["training.threads"], "steps": steps, "cache": cache}
+    if "data.validation_name" in given:
+        job["held_out"] = assignments({**given, "data.dataset_name": given["data.validation_name"]})
     outcome = run_worker(job, folder, "benchmarks.fine_tuning.preference", "--worker", python=python)
     result = outcome.named("result")[0][1]
-    return Trained.of(outcome, result["losses"], result["step_seconds"], result["pairs"])
+    trained = Trained.of(outcome, result["losses"], result["step_seconds"], result["pairs"])
+    return replace(trained, held_out_loss=result["held_out_loss"])
 
 
 def train_ours(given: dict[str, object], output: Path) -> Trained:
@@ -125,6 +129,7 @@ def run_trl(job: Row) -> None:
     from trl import DPOConfig, DPOTrainer
 
     from benchmarks.fine_tuning.trainer_peer import Watch, batches, load_model, report, trainer_arguments
+    from sansgpu.tasks.preference.settings import PreferenceTrainingConfig
 
     class InOrder(DPOTrainer):  # type: ignore[misc]
         """A DPOTrainer without shuffling, whose dataset is already tokenized."""
@@ -144,6 +149,7 @@ def run_trl(job: Row) -> None:
             folder,
             **trainer_arguments(config, len(given)),
             per_device_train_batch_size=training.batch_size,
+            per_device_eval_batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
             beta=preference.scale,
             loss_type=[{"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}[preference.loss]],
@@ -158,7 +164,12 @@ def run_trl(job: Row) -> None:
             callbacks=[watch],
         )
         trainer.train()
-    report({"step_seconds": watch.seconds, "losses": watch.losses, "pairs": [len(batch) for batch in given]})
+        loss = None
+        if "held_out" in job:
+            _, _, held_out = batches([*job["held_out"], "training.num_epochs=1"], None, Path(job["cache"]) / "held-out")
+            loss = trainer.evaluate(Dataset.from_dict(columns(held_out)))["eval_loss"]
+    pairs = [len(batch) for batch in given]
+    report({"step_seconds": watch.seconds, "losses": watch.losses, "pairs": pairs, "held_out_loss": loss})
 
 
 def columns(given: list[AnswerPairs]) -> dict[str, list[list[int]]]:
