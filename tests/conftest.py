@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import HEADER
+from sansgpu.machine.instruction_sets import supported
 from tests.kernels import TEST_LIBRARIES
 from tests.processes import use_cache, write_corpus, write_rows
 from tests.tasks.graph.graph_files import Write
@@ -17,13 +18,13 @@ from tests.tasks.graph.graph_files import Write
 if folder := os.environ.get(TEST_LIBRARIES):
     library.LIBRARIES = Path(folder)
 
-REBUILD = "run `make kernels ALL=1` to rebuild the C++ kernels"
+REBUILD = "run `make setup` to rebuild the C++ kernels"
 if (reason := library.load()) is not None:
     raise RuntimeError(f"the kernels cannot be loaded ({reason}); {REBUILD}")
 sources = [path.stat().st_mtime for path in (library.LIBRARIES.parent / "native").glob("*")]  # a wheel has no sources
 sources += [HEADER.stat().st_mtime] if sources else []
-built = [path.stat().st_mtime for path in library.LIBRARIES.glob("*.so") if path != library.ALLOCATOR]
-if max(sources, default=0) > min(built):
+tested = [library.LIBRARIES / f"{supported()[place].name}.so" for place in (0, -1)]
+if max(sources, default=0) > min((path.stat().st_mtime for path in tested if path.exists()), default=0):
     raise RuntimeError(f"the kernels are older than their sources; {REBUILD}")
 
 torch.set_num_threads(1)  # small models run slower with more threads, especially next to other pytest workers
