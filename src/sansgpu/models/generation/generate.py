@@ -287,12 +287,13 @@ class DecoderSlots(SlotReader):
 
     def __init__(self, model: TransformerLM, slots: int, length: int, fused: DecoderStep | None) -> None:
         super().__init__(slots, length, fused)
-        self._model = model
+        self._model, self.recurrent = model, model.config.has_states
         self._caches = [LayerSlots(self.cache, layer) for layer in range(len(model.blocks))]
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._model.dtype == torch.bfloat16):
-            hidden = self._model.hidden(ids, positions, caches=self._caches).flatten(0, 1)[chosen]
+            documents = self.cache.document_ids.view_as(ids)
+            hidden = self._model.hidden(ids, positions, documents, self._caches).flatten(0, 1)[chosen]
         return self._model.logits(hidden)
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -345,7 +346,8 @@ class DecoderReader(SingleReader):
 def decoder_step(model: TransformerLM) -> DecoderStep | None:
     """Returns the fused decoding step for a decoder with RMSNorm, RoPE and SwiGLU; None for other architectures."""
     blocks: list[Any] = list(model.blocks)
-    if model.config.decoder.positions != "rope" or blocks[0].feed_forward.activation is not Activation.SWIGLU:
+    decoder, activation = model.config.decoder, blocks[0].feed_forward.activation
+    if decoder.positions != "rope" or decoder.gated_attention or activation is not Activation.SWIGLU:
         return None
     layers = []
     for block in blocks:
