@@ -101,9 +101,12 @@ def _apart(document_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(config: DecoderConfig, width: int) -> LayerNorm | RMSNorm:
-    rms_norm = OffsetRMSNorm if config.decoder.offset_norms else RMSNorm
-    norm = rms_norm if config.decoder.norm == "rmsnorm" else LayerNorm
-    return norm(width, eps=config.decoder.norm_eps)
+    eps = config.decoder.norm_eps
+    return _rms_norm(config, width) if config.decoder.norm == "rmsnorm" else LayerNorm(width, eps=eps)
+
+
+def _rms_norm(config: DecoderConfig, width: int) -> RMSNorm:
+    return (OffsetRMSNorm if config.decoder.offset_norms else RMSNorm)(width, config.decoder.norm_eps)
 
 
 class Attention(nn.Module):
@@ -120,8 +123,8 @@ class Attention(nn.Module):
         self.v = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.o = Linear(self.heads * self.head_dim, config.d_model, bias=bias)
         self.q.row_blocks, self.k.row_blocks = blocks, self.kv_heads
-        self.q_norm = _norm(config, self.head_dim) if config.decoder.qk_norm else None
-        self.k_norm = _norm(config, self.head_dim) if config.decoder.qk_norm else None
+        self.q_norm = _rms_norm(config, self.head_dim) if config.decoder.qk_norm else None
+        self.k_norm = _rms_norm(config, self.head_dim) if config.decoder.qk_norm else None
 
     def forward(
         self,
@@ -255,9 +258,9 @@ class TransformerLM(nn.Module):
             if name.endswith(("attention.o.weight", "net.out.weight", "feed_forward.down.weight")):
                 std = 0.0 if self.config.decoder.zero_init else INIT_STD / (2 * self.config.n_layers) ** 0.5
             parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
-        for block in self.blocks:
-            if not block.attends:
-                block.net.initialize(generator)
+        for module in self.modules():
+            if isinstance(module, DecoderBlock) and not module.attends:
+                module.net.initialize(generator)
 
     def summed_loss(
         self,
@@ -389,7 +392,9 @@ class TransformerLM(nn.Module):
 
     def new_caches(self, batch: int) -> list[KeyValueCache | RowStates]:
         """Returns an empty cache per layer for `batch` sequences of up to max_seq_len tokens."""
+        from sansgpu.models.gated_delta import RowStates
+
         c = self.config
         like = torch.empty(0, dtype=self.dtype, device=self.norm.weight.device)
         sizes = batch, c.kv_heads, c.max_seq_len, c.head_dim
-        return [KeyValueCache(*sizes, like) if block.attends else block.net.new_cache() for block in self.blocks]
+        return [KeyValueCache(*sizes, like) if c.attends(n) else RowStates() for n in range(c.n_layers)]

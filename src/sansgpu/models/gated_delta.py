@@ -90,10 +90,6 @@ class GatedDeltaNet(nn.Module):
         steps = self.dt_bias.uniform_(*map(math.log, _STEPS), generator=generator).exp()
         self.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
 
-    @staticmethod
-    def new_cache() -> RowStates:
-        return RowStates()
-
     def forward(self, x: torch.Tensor, ranges: torch.Tensor, cache: StateCache | None) -> torch.Tensor:
         """(B, T, D) -> (B, T, D). A sequence begins where the key ranges of attention (B, T, 2) do."""
         mixed, gate, steps, decays = linear_each(x, self.qkv, self.gate, self.steps, self.decays)
@@ -117,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         return projected
 
     def _convolve(self, mixed: torch.Tensor, starts: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
-        """Convolves mixed (B, T, C), in which a sequence starts at `starts`, or continues after `inputs` in each row."""
+        """Convolves mixed (B, T, C), whose sequences begin at `starts`, or continue after `inputs` in each row."""
         weight = self.convolution.weight[:, 0]
         convolve = short_convolution if library.takes(mixed) else reference_short_convolution
         if inputs is None:

@@ -19,7 +19,6 @@ import torch
 from sansgpu.config import derive_seed
 from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import MIN_ROWS
-from sansgpu.kernels.pointwise import Activation
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBatch
@@ -292,9 +291,8 @@ class DecoderSlots(SlotReader):
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._model.dtype == torch.bfloat16):
-            documents = self.cache.document_ids.view_as(ids)
-            hidden = self._model.hidden(ids, positions, documents, self._caches).flatten(0, 1)[chosen]
-        return self._model.logits(hidden)
+            hidden = self._model.hidden(ids, positions, self.cache.document_ids.view_as(ids), self._caches)
+        return self._model.logits(hidden.flatten(0, 1)[chosen])
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rotation = self._model.rotary(positions[:, None])
@@ -344,10 +342,9 @@ class DecoderReader(SingleReader):
 
 
 def decoder_step(model: TransformerLM) -> DecoderStep | None:
-    """Returns the fused decoding step for a decoder with RMSNorm, RoPE and SwiGLU; None for other architectures."""
-    blocks: list[Any] = list(model.blocks)
-    decoder, activation = model.config.decoder, blocks[0].feed_forward.activation
-    if decoder.positions != "rope" or decoder.gated_attention or activation is not Activation.SWIGLU:
+    """Returns the fused decoding step for a decoder like Qwen3 or Llama; None for other architectures."""
+    blocks, decoder = list[Any](model.blocks), model.config.decoder
+    if decoder.positions != "rope" or decoder.gated_attention or blocks[0].feed_forward.gate is None:
         return None
     layers = []
     for block in blocks:
