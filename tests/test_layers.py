@@ -44,7 +44,7 @@ MAX_MODULES_OF_A_RUN = 214  # modules of sansgpu that a run in task pretrain has
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # The families that other files may name, because they are names of something else, too.
 NAMED_FAMILIES = {
-    "models/architectures.py": {"gpt2", "llama", "qwen3", "apertus"},  # are trained from scratch
+    "models/architectures.py": {"gpt2", "llama", "qwen3", "apertus", "qwen3_5_text"},  # are trained from scratch
     "config/remedies.py": {"mamba"},  # starts keys of other programs' configurations
     "models/formats/gguf_tokenizer.py": {"gpt2", "llama"},  # llama.cpp's kinds of tokenizers
     "tasks/graph/folder.py": {"bert"},  # is what task graph exports

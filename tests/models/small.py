@@ -17,6 +17,8 @@ LAYOUTS = {
     "relu": {"activation": "relu", "tie_embeddings": False},
     "llama": {"architecture": "llama", "n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
     "biased": {"architecture": "llama", "bias": "all"},
+    "hybrid": {"architecture": "qwen3_5_text"},
+    "grouped_hybrid": {"architecture": "qwen3_5_text", "n_layers": 5, "n_kv_heads": 2, "tie_embeddings": False},
     "qkv_biased": {"architecture": "apertus", "bias": "attention", "n_kv_heads": 1},
 }
 IN_GGUF = [name for name in LAYOUTS if name not in ("relu", "biased", "qkv_biased")]

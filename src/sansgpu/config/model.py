@@ -35,8 +35,8 @@ class ModelConfig(Section):
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention weights")
     activation: Literal["gelu", "relu", "swiglu", "relu2"] = Field(
         "swiglu",
-        description="activation of the feed-forward layer; qwen3, llama: swiglu; apertus: relu2 (squared ReLU); gpt2, "
-        "encoders: gelu or relu. Default: swiglu; apertus: relu2; gpt2, encoders: gelu",
+        description="activation of the feed-forward layer; qwen3, llama, qwen3_5_text: swiglu; apertus: relu2 (squared "
+        "ReLU); gpt2, encoders: gelu or relu. Default: swiglu; apertus: relu2; gpt2, encoders: gelu",
     )
     gradient_checkpointing: bool = Field(
         False,

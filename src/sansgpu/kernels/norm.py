@@ -36,6 +36,10 @@ class FusedNorm(nn.Module):
         """The factors (D,) of the normalized features."""
         return self.weight
 
+    def fill_scale(self, value: float) -> None:
+        """Sets all factors of the normalized features to a value."""
+        self.weight.fill_(value)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes (..., D)."""
         return self._run(x, None, 0.0, None)[1]
@@ -92,7 +96,18 @@ class RMSNorm(FusedNorm):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.scale, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, as in Gemma and Qwen3.5."""
+
+    @property
+    def scale(self) -> Any:
+        return 1.0 + self.weight
+
+    def fill_scale(self, value: float) -> None:
+        self.weight.fill_(value - 1.0)
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from sansgpu.config.model import ModelConfig
 
-ArchitectureName = Literal["gpt2", "llama", "qwen3", "apertus"]
+ArchitectureName = Literal["gpt2", "llama", "qwen3", "apertus", "qwen3_5_text"]
 SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # keys of the `model` section
 
 
@@ -28,6 +28,11 @@ class Architecture:
     qk_norm: bool
     grouped_queries: bool  # supports fewer key-value heads than query heads (grouped-query attention)
     zero_init: bool  # the last matrix of each residual branch starts at zero; False: scaled by depth, as in GPT-2
+    # Only every so many blocks have attention, and the others a gated delta net. In a model with fewer blocks, the last
+    # one has attention.
+    attention_interval: int = 1
+    gated_attention: bool = False  # the outputs of attention are multiplied by a gate
+    offset_norms: bool = False  # norms multiply by 1 + weight
 
     def conflicts(self, model: Mapping[str, Any]) -> list[str]:
         """Returns the keys of a `model` section whose values this architecture does not support."""
@@ -52,6 +57,15 @@ _QWEN3 = Architecture(
 )
 _LLAMA = replace(_QWEN3, name="llama", title="Llama", bias=("none", "attention", "all"), qk_norm=False)
 _APERTUS = replace(_QWEN3, name="apertus", title="Apertus", activation=("relu2",))
+_QWEN3_5 = replace(
+    _QWEN3,
+    name="qwen3_5_text",
+    title="Qwen3.5",
+    bias=("none",),
+    attention_interval=4,
+    gated_attention=True,
+    offset_norms=True,
+)
 _GPT2 = Architecture(
     name="gpt2",
     title="GPT-2",
@@ -65,7 +79,7 @@ _GPT2 = Architecture(
     zero_init=False,
 )
 # The default is the first architecture in this order that supports all values of a configuration.
-ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (_QWEN3, _LLAMA, _APERTUS, _GPT2)}
+ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (_QWEN3, _LLAMA, _APERTUS, _QWEN3_5, _GPT2)}
 
 
 def architecture_name(model: Mapping[str, Any]) -> str | None:
@@ -92,6 +106,7 @@ def _shown(value: Any) -> str:
     return str(value).lower()  # true and false as in YAML
 
 
+CONVOLUTION_WIDTH = 4  # tokens that the convolution of a gated delta net reads, as in Qwen3.5
 MIN_BIGRAM_WIDTH = 8  # d_model from which a model can be initialized from bigrams
 
 
@@ -100,31 +115,32 @@ class DecoderConfig(ModelConfig):
 
     architecture: ArchitectureName | None = Field(
         None,
-        description="decoder architecture: gpt2, llama, qwen3 or apertus. Default: the first of qwen3, llama, apertus "
-        "and gpt2 that supports the configured activation, norm, bias, positions and qk_norm",
+        description="decoder architecture: gpt2, llama, qwen3, apertus or qwen3_5_text, in which three of four blocks "
+        "have a gated delta net instead of attention. Default: the first of qwen3, llama, apertus and gpt2 that "
+        "supports the configured activation, norm, bias, positions and qk_norm",
     )
     n_kv_heads: int | None = Field(
         None,
         ge=1,
-        description="number of key-value heads, for grouped-query attention (not for gpt2). Default: n_heads",
+        description="number of key-value heads, for grouped-query attention (not for gpt2); in gated delta nets, "
+        "number of heads of queries and keys. Default: n_heads",
     )
     norm: Literal["layernorm", "rmsnorm"] | None = Field(
-        None, description="normalization; gpt2: layernorm; qwen3, llama, apertus: rmsnorm. Default: the architecture's"
+        None, description="normalization; gpt2: layernorm; others: rmsnorm. Default: the architecture's"
     )
     bias: Literal["none", "attention", "all"] | None = Field(
         None,
         description="linear layers that have a bias; qwen3, apertus: none or attention; llama: none, attention or "
-        "all; gpt2: all. Default: none; gpt2: all",
+        "all; qwen3_5_text: none; gpt2: all. Default: none; gpt2: all",
     )
     positions: Literal["learned", "rope"] | None = Field(
         None,
-        description="position embeddings; gpt2: learned; qwen3, llama, apertus: rope (rotary). Default: the "
-        "architecture's",
+        description="position embeddings; gpt2: learned; others: rope (rotary). Default: the architecture's",
     )
     qk_norm: bool | None = Field(
         None,
-        description="apply RMSNorm to queries and keys; qwen3, apertus: true; llama, gpt2: false. Default: the "
-        "architecture's",
+        description="apply RMSNorm to queries and keys of attention; qwen3, apertus, qwen3_5_text: true; llama, gpt2: "
+        "false. Default: the architecture's",
     )
     pre_norm: bool = Field(True, description="normalize the inputs of attention and feed-forward layers; must be true")
     tie_embeddings: bool = Field(True, description="share the weights of the embedding and the output head")
@@ -147,6 +163,20 @@ class DecoderConfig(ModelConfig):
     @property
     def _selection(self) -> dict[str, Any]:
         return {"architecture": self.architecture, **{key: getattr(self, key) for key in SELECTING_KEYS}}
+
+    @property
+    def period(self) -> int:
+        """The number of blocks after which their types repeat."""
+        return min(self.decoder.attention_interval, self.n_layers)
+
+    def attends(self, layer: int) -> bool:
+        """Returns whether a block has attention; the others have a gated delta net."""
+        return (layer + 1) % self.period == 0
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some blocks keep a recurrent state."""
+        return self.period > 1
 
     def bigram_problem(self) -> str | None:
         """Describes why the weights cannot be initialized from bigrams, or returns None.

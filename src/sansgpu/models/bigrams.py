@@ -186,7 +186,7 @@ def _set_tied(model: TransformerLM, factors: Factors, rotation: torch.Tensor) ->
     is_one = torch.zeros(width)
     is_one[bias_at + 2] = rms / other  # its product with a normalized embedding is 1
     model.embedding.weight.copy_(TIED_SCALE * embedding @ rotation)
-    model.norm.weight.fill_(1 / TIED_SCALE)
+    model.norm.fill_scale(1 / TIED_SCALE)
     _set_linear_map(
         cast(DecoderBlock, model.blocks[-1]).feed_forward, rotation.T @ change @ rotation, rotation.T @ is_one
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,15 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.linear import Linear, linear, linear_each
-from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
+from sansgpu.kernels.norm import LayerNorm, OffsetRMSNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty, multiplies_integers
 from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
+
+if TYPE_CHECKING:  # with kernels that other architectures do not need
+    from sansgpu.models.gated_delta import RowStates, StateCache
 
 # Values of model.activation. GELU is the tanh approximation, as in GPT-2.
 ACTIVATIONS = {
@@ -98,26 +101,30 @@ def _apart(document_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(config: DecoderConfig, width: int) -> LayerNorm | RMSNorm:
-    norm = RMSNorm if config.decoder.norm == "rmsnorm" else LayerNorm
-    return norm(width, eps=config.decoder.norm_eps)
+    eps = config.decoder.norm_eps
+    return _rms_norm(config, width) if config.decoder.norm == "rmsnorm" else LayerNorm(width, eps=eps)
+
+
+def _rms_norm(config: DecoderConfig, width: int) -> RMSNorm:
+    return (OffsetRMSNorm if config.decoder.offset_norms else RMSNorm)(width, config.decoder.norm_eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention."""
+    """Grouped-query attention, whose outputs may be multiplied by a gate that the query projection computes, too."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.dropout = config.attention_dropout
         bias = config.biased != "none"
-        self.q = Linear(config.d_model, self.heads * self.head_dim, bias=bias)
+        blocks = 2 * self.heads if config.decoder.gated_attention else self.heads  # each query is followed by its gate
+        self.q = Linear(config.d_model, blocks * self.head_dim, bias=bias)
         self.k = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.v = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.o = Linear(self.heads * self.head_dim, config.d_model, bias=bias)
-        self.q.row_blocks, self.k.row_blocks = self.heads, self.kv_heads
-        eps = config.decoder.norm_eps
-        self.q_norm = RMSNorm(self.head_dim, eps) if config.decoder.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps) if config.decoder.qk_norm else None
+        self.q.row_blocks, self.k.row_blocks = blocks, self.kv_heads
+        self.q_norm = _rms_norm(config, self.head_dim) if config.decoder.qk_norm else None
+        self.k_norm = _rms_norm(config, self.head_dim) if config.decoder.qk_norm else None
 
     def forward(
         self,
@@ -128,7 +135,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, time, _ = x.shape
-        q, k, v = (y.view(batch, time, -1, self.head_dim) for y in linear_each(x, self.q, self.k, self.v))
+        projected = linear_each(x, self.q, self.k, self.v)
+        q, *gate = projected[0].view(batch, time, self.heads, -1).split(self.head_dim, dim=-1)
+        k, v = (y.view(batch, time, -1, self.head_dim) for y in projected[1:])
         v = v.transpose(1, 2)
         if rotary is None:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -138,7 +147,10 @@ class Attention(nn.Module):
             y = attention(q, k, v, ranges, self.dropout if self.training else 0.0)
         else:
             y = cache.attend(q, k, v, ranges)
-        merged: torch.Tensor = self.o(y.transpose(1, 2).reshape(batch, time, -1))
+        y = y.transpose(1, 2)
+        for one in gate:
+            y = y * one.sigmoid()
+        merged: torch.Tensor = self.o(y.reshape(batch, time, -1))
         return merged
 
 
@@ -159,23 +171,33 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block, with attention or a gated delta net."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = _norm(config, config.d_model)
-        self.attention = Attention(config)
+        if config.attends(layer):
+            self.attention = Attention(config)
+        else:
+            from sansgpu.models.gated_delta import GatedDeltaNet
+
+            self.net = GatedDeltaNet(config)
         self.feed_forward_norm = _norm(config, config.d_model)
         self.feed_forward = FeedForward(config)
         self.dropout = config.dropout
         self.adds_last = config.gradient_checkpointing  # so that one tensor is saved per block instead of two
+
+    @property
+    def attends(self) -> bool:
+        """Whether the block has attention."""
+        return "attention" in self._modules
 
     def forward(
         self,
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         ranges: torch.Tensor,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StateCache | None = None,
         branch: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes the block on the residual stream `x` and the output `branch` of the last block, both (B, T, D).
@@ -184,7 +206,7 @@ class DecoderBlock(nn.Module):
         in the same kernel; it is None if this block has already added it.
         """
         x, inputs = self.attention_norm.branch(x, branch, self.dropout)
-        y = self.attention(inputs, rotary, ranges, cache)
+        y = self.attention(inputs, rotary, ranges, cache) if self.attends else self.net(inputs, ranges, cache)
         x, inputs = self.feed_forward_norm.branch(x, y, self.dropout)
         y = self.feed_forward(inputs)
         if self.adds_last or torch.compiler.is_compiling():  # blocks share one graph only if all return the same types
@@ -211,7 +233,7 @@ class TransformerLM(nn.Module):
         with torch.device("meta"):  # weights are drawn below, from a separate generator
             self.embedding = Table(config.vocab_size, config.d_model)
             self.position = None if rotary else Table(config.max_seq_len, config.d_model)
-            self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
+            self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in range(config.n_layers))
             self.norm = _norm(config, config.d_model)
             self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         if seed is not None:
@@ -224,14 +246,21 @@ class TransformerLM(nn.Module):
     @torch.no_grad()
     def _initialize(self, generator: torch.Generator) -> None:
         """Initializes like GPT-2. In some architectures the last matrix of each residual branch starts at zero."""
+        for module in self.modules():
+            if isinstance(module, (LayerNorm, RMSNorm)):
+                module.fill_scale(1.0)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                if not name.endswith("norm.weight"):
+                    parameter.zero_()
                 continue
             std = INIT_STD
-            if name.endswith(("attention.o.weight", "feed_forward.down.weight")):
+            if name.endswith(("attention.o.weight", "net.out.weight", "feed_forward.down.weight")):
                 std = 0.0 if self.config.decoder.zero_init else INIT_STD / (2 * self.config.n_layers) ** 0.5
             parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
+        for module in self.modules():
+            if isinstance(module, DecoderBlock) and not module.attends:
+                module.net.initialize(generator)
 
     def summed_loss(
         self,
@@ -278,7 +307,7 @@ class TransformerLM(nn.Module):
         inputs: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        caches: Sequence[LayerCache] | None = None,
+        caches: Sequence[LayerCache | StateCache] | None = None,
     ) -> torch.Tensor:
         """Returns the final hidden states, after the last norm: (B, T) -> (B, T, D).
 
@@ -286,12 +315,12 @@ class TransformerLM(nn.Module):
         the inputs continue the cached tokens.
         """
         time = inputs.shape[1]
+        start = max((cache.length for cache in caches or ()), default=0)
         if positions is None:
-            start = caches[0].length if caches else 0
             positions = torch.arange(start, start + time, device=inputs.device)[None]
         ranges = causal_ranges(torch.zeros_like(inputs) if document_ids is None else document_ids)
         if caches:
-            ranges[..., 1] += caches[0].length  # all queries see the cached tokens
+            ranges[..., 1] += start  # all queries see the cached tokens
         quantized = isinstance(self.embedding, QuantizedEmbedding)
         x = self.embedding(inputs) if quantized else embed(inputs, self.embedding.weight)
         if self.position is not None:
@@ -323,7 +352,7 @@ class TransformerLM(nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        caches: Sequence[LayerCache] | None = None,
+        caches: Sequence[LayerCache | StateCache] | None = None,
         labels: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | CausalLMOutput:
@@ -361,8 +390,11 @@ class TransformerLM(nn.Module):
         """Returns the number of parameters; tied parameters count once."""
         return sum(p.numel() for p in self.parameters())
 
-    def new_caches(self, batch: int) -> list[KeyValueCache]:
+    def new_caches(self, batch: int) -> list[KeyValueCache | RowStates]:
         """Returns an empty cache per layer for `batch` sequences of up to max_seq_len tokens."""
+        from sansgpu.models.gated_delta import RowStates
+
         c = self.config
         like = torch.empty(0, dtype=self.dtype, device=self.norm.weight.device)
-        return [KeyValueCache(batch, c.kv_heads, c.max_seq_len, c.head_dim, like) for _ in range(c.n_layers)]
+        sizes = batch, c.kv_heads, c.max_seq_len, c.head_dim
+        return [KeyValueCache(*sizes, like) if c.attends(n) else RowStates() for n in range(c.n_layers)]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from sansgpu.models.architectures import DecoderConfig
     from sansgpu.models.relative_attention import RelativeAttention
 
 Weights = dict[str, torch.Tensor]
@@ -129,6 +130,8 @@ class Family:
     activations: Mapping[str, str] = field(default_factory=dict)
     defaults: Callable[[Settings], Settings] = lambda settings: {}  # values of keys that config.json may omit
     fixed: Settings = field(default_factory=dict)  # keys with the only value that TransformerLM and llama.cpp support
+    # More keys of config.json that follow from the configuration of a decoder.
+    derived: Callable[[DecoderConfig], Settings] = lambda config: {}
     # Boolean key of config.json -> values of model.bias with which it is true. llama.cpp requires false.
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dropouts: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> key of ModelConfig

@@ -47,7 +47,7 @@ _RECURRENT_SAVED_BYTES = {
     "scan": {"bf16": 15, "fp32": 28},
 }
 # Per token and element of a state: its decay, writing and reading, which take 2 each, and twice that for gradients.
-_RECURRENT_FLOPS = 18.0
+RECURRENT_FLOPS = 18.0
 _ATTENTION_WEIGHT_BYTES = 8  # saved per pair of tokens and head in "relative" blocks: results of softmax and dropout
 
 FusedBlocks = Literal["decoder", "sandwich", "encoder", "relative"]
@@ -112,15 +112,16 @@ class ModuleShape:
 
 
 def count_parameters(model: nn.Module, parts: Mapping[str, str], layers: int) -> dict[str, int]:
-    """Counts the parameters of each part of a model that was built with one block but stands for `layers` blocks.
+    """Counts the parameters of each part of a model whose blocks stand for `layers` blocks, in which they repeat.
 
     `parts` maps the name of a part to a regular expression for the start of its parameters' names. Tied parameters
     count once. Omits parts without parameters.
     """
-    counts = dict.fromkeys(parts, 0)
+    counts, period = dict.fromkeys(parts, 0), len(blocks_of(model))
     for name, parameter in model.named_parameters():
         part = next(part for part, pattern in parts.items() if re.match(pattern, name))
-        counts[part] += (layers if name.startswith("blocks.") else 1) * parameter.numel()
+        block = re.match(r"blocks\.(\d+)\.", name)
+        counts[part] += (1 if block is None else len(range(int(block[1]), layers, period))) * parameter.numel()
     return {part: count for part, count in counts.items() if count}
 
 
@@ -209,7 +210,7 @@ class ModuleCosts(Costs):
         shape, per_weight = self.shape, self._flops_per_weight
         matrices = shape.matrix_weights * self.pass_layers
         attended = (self.example_tokens + 1) / 2 if shape.heads else 0.0  # mean number of keys per query
-        recurrence = _RECURRENT_FLOPS * sum(layer.states for layer in shape.recurrent) / shape.layers
+        recurrence = RECURRENT_FLOPS * sum(layer.states for layer in shape.recurrent) / shape.layers
         attention = 12.0 * shape.attending * shape.width * attended
         return StepWork(
             matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,

@@ -93,6 +93,9 @@ class Scorer:
 def decoder_scorer(model: TransformerLM) -> Scorer:
     def states(tokens: torch.Tensor, row: SharedPrefixes) -> torch.Tensor:
         ids, positions = tokens[row.originals], row.positions
+        if not shares:
+            return model.hidden(ids[None], positions[None], (positions == 0).cumsum(0)[None])[0]
         return model.hidden(ids[None], positions[None], caches=[row] * len(model.blocks))[0]
 
-    return Scorer(model, states, model.head_matrix, model.config.max_seq_len)
+    shares = not model.config.has_states  # a recurrent state cannot be shared like keys and values
+    return Scorer(model, states, model.head_matrix, model.config.max_seq_len, shares)

@@ -65,6 +65,9 @@ def read(path: Path) -> TransformerLM:
     return decoder.eval()
 
 
+REWRITTEN = ("norm.weight", "A_log")  # of a hybrid, for which llama.cpp stores 1 + weight and -exp(A_log)
+
+
 def bound(tensor: torch.Tensor, kind: GGUFType) -> torch.Tensor:
     size, (share, smallest) = tensor.abs(), HALF_STEPS[kind]
     if kind == "q8_0":
@@ -81,11 +84,14 @@ def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUF
     back = read(tmp_path / "model.gguf")
     for name, tensor in back.state_dict().items():
         written = model.state_dict()[name]
-        exact = kind == "f32" or tensor.ndim < 2 or name == "position.weight"
+        exact = kind == "f32" or tensor.ndim < 2 or name == "position.weight" or "convolution" in name
+        if name.endswith(REWRITTEN) and "hybrid" in layout:
+            torch.testing.assert_close(tensor, written, atol=1e-6, rtol=1e-6)
+            continue
         assert torch.equal(tensor, written) == exact, name
         assert exact or bool(((tensor - written).abs() <= bound(written, kind)).all()), name
     apart = float((back(inputs) - model(inputs)).detach().abs().max())
-    assert apart <= {"f32": 0, "f16": 3e-3, "bf16": 3e-2, "q8_0": 0.1}[kind]
+    assert apart <= {"f32": 1e-5 if "hybrid" in layout else 0, "f16": 4e-3, "bf16": 3e-2, "q8_0": 0.1}[kind]
 
 
 @settings(max_examples=25)

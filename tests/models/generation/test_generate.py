@@ -72,7 +72,7 @@ def completions(
         return sorted(complete(reader, ids, model.ends, limits, sampling, first))
 
 
-@pytest.mark.parametrize("layout", ["modern", "classic", "grouped"])
+@pytest.mark.parametrize("layout", ["modern", "classic", "grouped", "hybrid", "grouped_hybrid"])
 def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str) -> None:
     model = model_of(layout, vocab_size=300, max_seq_len=CONTEXT)
     batch = decoder_batch(model, TOKENIZER)

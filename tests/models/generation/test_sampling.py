@@ -48,7 +48,7 @@ def written(tokenizer: Tokenizer, text: str, count: int = 99) -> list[str]:
     return list(generate(model, tokenizer, "", count, LIKELIEST))
 
 
-@pytest.mark.parametrize("layout", ["modern", "grouped", "classic"])
+@pytest.mark.parametrize("layout", ["modern", "grouped", "classic", "grouped_hybrid"])
 def test_generation_is_greedy_at_temperature_zero_and_at_one_choice(layout: str) -> None:
     model = model_of(layout, vocab_size=300)
     prompt = [TOKENIZER.end_id, *TOKENIZER.encode("The quick")]  # it starts a document and does not end it
@@ -70,7 +70,7 @@ def test_a_step_takes_any_number_of_query_heads_of_a_key_value_head() -> None:
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("layout", ["modern", "classic"])
+@pytest.mark.parametrize("layout", ["modern", "classic", "hybrid"])
 @pytest.mark.parametrize("prompt", ["", TEXT[0] * 4], ids=["short", "long"])
 def test_beyond_the_context_the_later_half_is_read_again(layout: str, prompt: str) -> None:
     model = model_of(layout, vocab_size=300, tie_embeddings=False)

@@ -23,12 +23,12 @@ def costs(model: ModelConfig, window: int = 16) -> DecoderCosts:
     return DecoderCosts(model, TrainingConfig(), window, window)
 
 
-ARCHITECTURES = ("qwen3", "llama", "apertus", "gpt2")
+ARCHITECTURES = ("qwen3", "llama", "apertus", "qwen3_5_text", "gpt2")
 
 
 @given(
     st.sampled_from(ARCHITECTURES),
-    st.integers(1, 3),
+    st.integers(1, 6),
     st.sampled_from([(1, 1), (2, 1), (4, 2)]),
     st.integers(1, 3),
     st.integers(1, 40),
@@ -64,7 +64,7 @@ def test_flops_of_a_token_by_hand() -> None:
     assert costs(classic, window=3).work(1).needed == 6 * (matmul + 10 * 4) + 2 * attention
 
 
-def kept_by_a_block(config: ModelConfig, execution: Execution, window: int) -> int:
+def kept_by_a_block(config: ModelConfig, execution: Execution, window: int, layer: int) -> int:
     model = TransformerLM(config, seed=0).train()
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -73,12 +73,21 @@ def kept_by_a_block(config: ModelConfig, execution: Execution, window: int) -> i
         rotary = model.rotary(torch.arange(window)[None])
 
         def run() -> torch.Tensor:
-            out, branch = model.blocks[0](x, rotary, ranges)
+            out, branch = model.blocks[layer](x, rotary, ranges)
             return cast(torch.Tensor, out) if branch is None else residual(out, branch, config.dropout, True)
 
         return run, [x, ranges, *(rotary or ())]
 
     return kept_bytes_of(model, execution, prepare)
+
+
+def test_flops_of_a_hybrid_by_hand() -> None:
+    config = {"vocab_size": 10, "d_model": 4, "n_heads": 2, "n_layers": 5, "d_ff": 8, "architecture": "qwen3_5_text"}
+    attention = 5 * 4 * 4 + 3 * 4 * 8  # q and its gate, k v o, gate up down
+    delta = 5 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 8  # q k v, gate, out; steps and decays of 2 heads
+    work = costs(ModelConfig.model_validate(config), window=3).work(1)
+    assert work.matmul == 6 * (attention + 4 * delta)
+    assert work.attention == 12 * 4 * 2 + 4 * 18 * 4 * 2  # one layer with attention, and four with states of 2 x 2 x 2
 
 
 KINDS = [
@@ -92,18 +101,18 @@ def test_a_block_saves_the_estimated_bytes(
     architecture: str, precision: str, kernels: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "_loaded", kernels == "native")
+    layers, window = (2, 64) if architecture == "qwen3_5_text" else (1, 128)
     for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
         config = ModelConfig.model_validate(
             {
-                "vocab_size": 64, "d_model": width, "n_heads": heads, "n_layers": 1, "d_ff": feed_forward,
+                "vocab_size": 64, "d_model": width, "n_heads": heads, "n_layers": layers, "d_ff": feed_forward,
                 "max_seq_len": 128, "architecture": architecture, "attention_dropout": dropout,
                 **({} if architecture == "gpt2" else {"n_kv_heads": kv_heads}),
             }
         )  # fmt: skip
         execution = Execution(2, 1, precision, "off", kernels, "adamw")
-        assert costs(config, 128).saved_bytes(execution) == pytest.approx(
-            kept_by_a_block(config, execution, 128), rel=0.03
-        )
+        kept = [kept_by_a_block(config, execution, window, layer) for layer in range(layers)]
+        assert costs(config, window).saved_bytes(execution) == pytest.approx(sum(kept) / layers, rel=0.03)
 
 
 @settings(max_examples=50)

@@ -19,9 +19,26 @@ class States(NamedTuple):
     last: torch.Tensor | None
 
 
+class LayerStates(NamedTuple):
+    """What a layer needs to continue its sequences in another pass."""
+
+    inputs: torch.Tensor  # (S, D, W): the last inputs of its convolution of D channels
+    memory: torch.Tensor  # (S, ...): the states of its recurrence
+
+
 def sequence_starts(given: torch.Tensor | None, batch: int, time: int) -> torch.Tensor:
     """Returns the first token of each sequence, then N, as int64 (S + 1,); by default each row is a sequence."""
     return torch.arange(batch + 1) * time if given is None else given.to("cpu", torch.int64).contiguous()
+
+
+def last_inputs(x: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the last `count` inputs (B, D, W) of each sequence of x (1, D, T); zeros precede shorter sequences.
+
+    `starts` (B + 1,) are the first token of each sequence, then T.
+    """
+    places = starts[1:, None] - count + torch.arange(count)
+    inputs = x[0][:, places.clamp(min=0)] * (places >= starts[:-1, None])
+    return inputs.transpose(0, 1)
 
 
 def by_token(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from sansgpu.models.architectures import CONVOLUTION_WIDTH, DecoderConfig
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.mamba import RATES, SQUEEZED
 from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, PreTokenizer, RowOrder, Settings
@@ -48,6 +49,24 @@ def _layout(name: str, settings: Settings) -> Layout | None:
     return Layout(lambda weight: order.to_file(weight.T).T, lambda weight: order.from_file(weight.T).T)
 
 
+def _derived(config: DecoderConfig) -> Settings:
+    pairs = config.head_dim // 2
+    return {
+        "layer_types": ["full_attention" if config.attends(n) else "linear_attention" for n in range(config.n_layers)],
+        "linear_conv_kernel_dim": CONVOLUTION_WIDTH,
+        "linear_num_key_heads": config.kv_heads,
+        "linear_num_value_heads": config.n_heads,
+        "linear_key_head_dim": config.head_dim,
+        "linear_value_head_dim": config.head_dim,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [(pairs + 2 - axis) // 3 for axis in range(3)],  # positions are equal on all axes
+        },
+    }
+
+
 def _write(settings: Settings) -> dict[str, Any]:
     sections = settings["rope_parameters"].get("mrope_section") or _DEFAULT_SECTIONS
     return {
@@ -63,7 +82,10 @@ def _read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "layer_types": _types(layers, interval),
         "linear_value_head_dim": value_of("{arch}.ssm.inner_size") // value_of("{arch}.ssm.time_step_rank"),
-        "rope_parameters": {"mrope_section": (value_of(_SECTIONS) or _DEFAULT_SECTIONS)[:3]},
+        "rope_parameters": {
+            "partial_rotary_factor": 1.0,
+            "mrope_section": (value_of(_SECTIONS) or _DEFAULT_SECTIONS)[:3],
+        },
     }
 
 
@@ -92,6 +114,7 @@ FAMILY = replace(
     model_class="Qwen3_5ForCausalLM",
     modules={
         **qwen3.FAMILY.modules,
+        "blocks.{}.net": _NET,
         "blocks.{}.net.qkv": f"{_NET}.in_proj_qkv",
         "blocks.{}.net.gate": f"{_NET}.in_proj_z",
         "blocks.{}.net.steps": f"{_NET}.in_proj_b",
@@ -101,6 +124,7 @@ FAMILY = replace(
         "blocks.{}.net.out": f"{_NET}.out_proj",
     },
     fixed={},
+    derived=_derived,
     gguf_name="qwen35",
     gguf_settings={
         "linear_conv_kernel_dim": "{arch}.ssm.conv_kernel",

@@ -46,10 +46,10 @@ def from_hugging_face(config: DecoderConfig, weights: Mapping[str, Matrix]) -> d
         if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
         name = _translate(hf_name, modules)
-        parts = "qkv" if ".qkv." in name else "q"
+        parts = "qkv" if ".attention.qkv." in name else "q"
         is_transposed = family.is_transposed(hf_name)
         for part, piece in zip(parts, _in_pieces(value, len(parts), is_transposed), strict=True):
-            renamed[name.replace(".qkv.", f".{part}.")] = piece
+            renamed[name.replace(".attention.qkv.", f".attention.{part}.")] = piece
     return renamed
 
 
@@ -84,6 +84,7 @@ def hugging_face_config(config: DecoderConfig, end_id: int) -> dict[str, Any]:
         **{key: config.biased in values for key, values in family.biases.items()},
         **{key: getattr(config, ours) for key, ours in family.dropouts.items()},
         **family.fixed,
+        **family.derived(config),
         "pad_token_id": None,  # Apertus' default is 3, and transformers does not train the padding token's embedding
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -119,4 +120,5 @@ def model_config(settings: Settings) -> DecoderConfig | None:
         values["n_kv_heads"] = values.pop("kv_heads")
     selected = {"architecture": name, "activation": activation, "bias": bias}
     tables = {"vocab_size": settings["vocab_size"], "tie_embeddings": settings["tie_word_embeddings"]}
-    return DecoderConfig.model_validate({**selected, **tables, **values})
+    config = DecoderConfig.model_validate({**selected, **tables, **values})
+    return config if all(settings.get(key) == value for key, value in family.derived(config).items()) else None

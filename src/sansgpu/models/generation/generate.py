@@ -19,7 +19,6 @@ import torch
 from sansgpu.config import derive_seed
 from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import MIN_ROWS
-from sansgpu.kernels.pointwise import Activation
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBatch
@@ -287,13 +286,13 @@ class DecoderSlots(SlotReader):
 
     def __init__(self, model: TransformerLM, slots: int, length: int, fused: DecoderStep | None) -> None:
         super().__init__(slots, length, fused)
-        self._model = model
+        self._model, self.recurrent = model, model.config.has_states
         self._caches = [LayerSlots(self.cache, layer) for layer in range(len(model.blocks))]
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._model.dtype == torch.bfloat16):
-            hidden = self._model.hidden(ids, positions, caches=self._caches).flatten(0, 1)[chosen]
-        return self._model.logits(hidden)
+            hidden = self._model.hidden(ids, positions, self.cache.document_ids.view_as(ids), self._caches)
+        return self._model.logits(hidden.flatten(0, 1)[chosen])
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rotation = self._model.rotary(positions[:, None])
@@ -343,9 +342,9 @@ class DecoderReader(SingleReader):
 
 
 def decoder_step(model: TransformerLM) -> DecoderStep | None:
-    """Returns the fused decoding step for a decoder with RMSNorm, RoPE and SwiGLU; None for other architectures."""
-    blocks: list[Any] = list(model.blocks)
-    if model.config.decoder.positions != "rope" or blocks[0].feed_forward.activation is not Activation.SWIGLU:
+    """Returns the fused decoding step for a decoder like Qwen3 or Llama; None for other architectures."""
+    blocks, decoder = list[Any](model.blocks), model.config.decoder
+    if decoder.positions != "rope" or decoder.gated_attention or blocks[0].feed_forward.gate is None:
         return None
     layers = []
     for block in blocks:

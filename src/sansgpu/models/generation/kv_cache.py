@@ -13,7 +13,8 @@ import torch
 
 from sansgpu.kernels.attention import AttentionKernel, attention, causal_ranges, in_window
 from sansgpu.kernels.packed_cache import PackedCache, PlainCache
-from sansgpu.models.generation.state_slots import StateName, StateSlots, last_inputs
+from sansgpu.kernels.recurrent.sequences import LayerStates, last_inputs
+from sansgpu.models.generation.state_slots import StateName, StateSlots
 
 
 class SlotCache:
@@ -48,6 +49,11 @@ class SlotCache:
         if self._visible is not None:
             return torch.arange(self._visible.stop + 1)
         return torch.tensor([0, *accumulate(end - start for _, start, end in self._pieces)])
+
+    @property
+    def document_ids(self) -> torch.Tensor:
+        """The slot of each token of the pass, (N,)."""
+        return self._slots
 
     def start_prompts(self, first: int, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Prepares for a pass over tokens [start, start + count) of the sequences in the slots from `first` on.
@@ -167,7 +173,7 @@ class WindowedSlots:
 
 
 class LayerSlots:
-    """One layer of a `SlotCache`, with the interface `decoder.LayerCache`."""
+    """One layer of a `SlotCache`, with the interfaces `decoder.LayerCache` and `gated_delta.StateCache`."""
 
     length = 0  # because positions are always passed to the model, and the cache has its own key ranges
 
@@ -176,6 +182,18 @@ class LayerSlots:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
         return self._cache.attend(q, *self._cache.append(k, v, self._layer), attention)
+
+    def states(self) -> LayerStates | None:
+        inputs, memory = (self._cache.states(name) for name in self._state_names)
+        return None if inputs is None or memory is None else LayerStates(inputs, memory)
+
+    def store(self, states: LayerStates) -> None:
+        for name, values in zip(self._state_names, states, strict=True):
+            self._cache.store_states(name, values)
+
+    @property
+    def _state_names(self) -> tuple[StateName, StateName]:
+        return StateName(self._layer, "inputs", 0), StateName(self._layer, "recurrent", 0)
 
 
 def _up_to(ends: torch.Tensor) -> torch.Tensor:

@@ -46,13 +46,3 @@ class StateSlots:
     def copy(self, to: int, slot: int) -> None:
         for stored in self._stored.values():
             stored[to] = stored[slot]
-
-
-def last_inputs(x: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the last `count` inputs (B, D, W) of each sequence of x (1, D, T); zeros precede shorter sequences.
-
-    `starts` (B + 1,) are the first token of each sequence, then T.
-    """
-    places = starts[1:, None] - count + torch.arange(count)
-    inputs = x[0][:, places.clamp(min=0)] * (places >= starts[:-1, None])
-    return inputs.transpose(0, 1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
+from sansgpu.kernels.norm import FusedNorm, OffsetRMSNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import gelu, gelu_tanh, swiglu
 from sansgpu.models.layer_trials import AttentionPart, Part, agree, random_tensor, replaced_parts, tried, with_forward
 
@@ -60,12 +60,8 @@ class PretrainedRMSNorm(RMSNorm):
         return cast(torch.Tensor, self.original.forward(self, x))
 
 
-class OffsetRMSNorm(PretrainedRMSNorm):
-    """RMSNorm of Gemma, which multiplies by 1 + weight."""
-
-    @property
-    def scale(self) -> Any:
-        return 1.0 + self.weight
+class PretrainedOffsetRMSNorm(PretrainedRMSNorm, OffsetRMSNorm):
+    """RMSNorm of a transformers model that multiplies by 1 + weight."""
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), self.weight.shape, self.scale.float(), self.eps).type_as(x)
@@ -216,7 +212,7 @@ def _rms_norm_of(module: nn.Module) -> type[PretrainedRMSNorm] | None:
         return None
     x, random, trial = random_tensor(3, len(weight)), random_tensor(len(weight)), copy.deepcopy(module)
     cast(Any, trial).weight = nn.Parameter(random)  # because the model may be on the meta device
-    for norm, scale in ((PretrainedRMSNorm, random), (OffsetRMSNorm, 1.0 + random)):
+    for norm, scale in ((PretrainedRMSNorm, random), (PretrainedOffsetRMSNorm, 1.0 + random)):
         if agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, scale, _epsilon(module))):  # noqa: B023
             return norm
     return None

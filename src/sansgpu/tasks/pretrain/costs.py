@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from torch import nn
+
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
@@ -24,7 +26,7 @@ from sansgpu.models.costing import (
     shapes_of,
     vocabulary_of,
 )
-from sansgpu.models.module_costs import count_parameters
+from sansgpu.models.module_costs import RECURRENT_FLOPS, count_parameters
 from sansgpu.tasks.settings import DistilledTrainingConfig
 
 # Bytes that a block saves per token for its backward pass, per unit of D, K and F, by (activation, kernels, precision).
@@ -50,13 +52,22 @@ _QK_NORM_BYTES = {
     ("native", "fp32"): 4,
     ("torch", "fp32"): 8,
 }
+# Additional bytes for a gate of the outputs of attention, per unit of D.
+_GATE_BYTES = {
+    ("native", "bf16"): 4,
+    ("torch", "bf16"): 4,
+    ("native", "fp32"): 8,
+    ("torch", "fp32"): 12,
+}
+_PLAIN_DELTA_BYTES = {"bf16": 72, "fp32": 105}  # of a gated delta net without kernels, per unit of D; measured
 # Bytes per token and query head for the statistics of softmax and norms: (without QK-norm, with QK-norm).
 _STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14)}
 
 # The parts of a model in display order, with regular expressions for the names of their parameters.
 _PARTS = {
-    "embedding": r"embedding\.", "positions": r"position\.", "attention": r"blocks\.0\.attention\.[qkvo]\.",
-    "feed_forward": r"blocks\.0\.feed_forward\.", "norms": r".*norm\.", "head": r"head\.",
+    "embedding": r"embedding\.", "positions": r"position\.", "attention": r"blocks\.\d+\.attention\.[qkvo]\.",
+    "delta_nets": r"blocks\.\d+\.net\.(?!norm)", "feed_forward": r"blocks\.\d+\.feed_forward\.",
+    "norms": r".*norm\.", "head": r"head\.",
 }  # fmt: skip
 
 
@@ -67,32 +78,47 @@ class DecoderCosts(Costs):
     training: DistilledTrainingConfig
 
     def parameters(self) -> dict[str, int]:
-        return _counted(self._one_block(), self.model.n_layers)
+        return _counted(self._one_period(), self.model.n_layers)
 
-    def _one_block(self) -> str:
-        """Returns the configuration of the model with a single block, as JSON."""
-        return self.model.model_copy(update={"n_layers": 1}).model_dump_json(include={*DecoderConfig.model_fields})
+    def _one_period(self) -> str:
+        """Returns the configuration of the model with only the blocks after which their types repeat, as JSON."""
+        short = self.model.model_copy(update={"n_layers": self.model.period})
+        return short.model_dump_json(include={*DecoderConfig.model_fields})
 
     def products(self) -> LinearShapes:
+        """Returns the shapes of the first block, which is of the most frequent type, and of the head."""
+        return LinearShapes(self._shapes(0), (self.width, vocabulary_of(self.model)))
+
+    def _shapes(self, layer: int) -> Shapes:
+        """Returns the shapes of the linear layers of a block."""
         model = self.model
         d, f, kv = model.d_model, model.d_ff, model.kv_heads * model.head_dim
-        matrices = [(d, d), (d, kv), (d, kv), (d, d), (d, f), (f, d)]
+        if not model.attends(layer):
+            matrices = [(d, 2 * kv + d), (d, d), (d, model.n_heads), (d, model.n_heads), (d, d), (d, f), (f, d)]
+        else:
+            matrices = [(d, 2 * d if model.decoder.gated_attention else d), (d, kv), (d, kv), (d, d), (d, f), (f, d)]
         if model.activation == "swiglu":
             matrices.append((d, f))
-        return LinearShapes(shapes_of(matrices), (d, vocabulary_of(model)))
+        return shapes_of(matrices)
+
+    @property
+    def _attending_layers(self) -> int:
+        return sum(map(self.model.attends, range(self.layers)))
 
     def work(self, tokens: float) -> StepWork:
-        """Counts 6 FLOPs per token and matmul parameter, plus causal attention.
+        """Counts 6 FLOPs per token and matmul parameter, plus causal attention and gated delta nets.
 
         If tokens are selected, the output head computes the loss of all of them first, and has 6 for the selected ones.
         """
         share = self.training.distillation.token_share
         of_head = 6.0 if share == 1 else 2.0 + 6.0 * share
+        attended = 12.0 * self._attending_layers * (self.window + 1) / 2
+        recurrence = RECURRENT_FLOPS * (self.layers - self._attending_layers) * self.model.head_dim
         return StepWork(
             matmul=6.0 * self.trained_matrices() * tokens,
-            attention=12.0 * self.layers * self.width * (self.window + 1) / 2 * tokens,
+            attention=(attended + recurrence) * self.width * tokens,
             loss=of_head * vocabulary_of(self.model) * self.width * tokens,
-            muon=self.layers * muon_flops(_orthogonalized(self._one_block())),
+            muon=_muon_flops(self._one_period(), self.layers),
         )
 
     def traffic(self, execution: Execution) -> StepTraffic:
@@ -101,20 +127,39 @@ class DecoderCosts(Costs):
         return StepTraffic(update, 2.0 * execution.accumulation * self.layers * self.saved_bytes(execution))
 
     def trained_matrices(self) -> int:
-        return self.layers * numbers_of(self.products().block)
+        return sum(numbers_of(self._shapes(layer)) for layer in range(self.layers))
 
     def saved_bytes(self, execution: Execution) -> int:
+        attending = self._attending_layers / self.layers
+        per_token = attending * self._attention_block_bytes(execution)
+        per_token += (1 - attending) * self._delta_block_bytes(execution)
+        return int(execution.tokens(self.window) * per_token)
+
+    def _delta_block_bytes(self, execution: Execution) -> int:
+        """Returns the bytes per token of a block with a gated delta net; without kernels, it saves two states."""
+        model, precision, compute = self.model, execution.compute_dtype_name, execution.compute_dtype.itemsize
+        code = "torch" if execution.kernels == "torch" else "native"
+        width, _, feed_forward = _SAVED_BYTES[model.activation, code, precision]
+        if code == "torch":
+            per_unit = _PLAIN_DELTA_BYTES[precision] + 2 * FULL * model.head_dim
+        else:  # values and gates, before and after the recurrence and the norm, in place of queries and outputs
+            per_unit = width + FULL + 4 * compute
+        keys = 4 * compute * model.kv_heads * model.head_dim if code == "native" else 0
+        return per_unit * model.d_model + keys + feed_forward * model.d_ff
+
+    def _attention_block_bytes(self, execution: Execution) -> int:
         model = self.model
         activation = "gelu" if model.activation == "relu" else model.activation
         code = "torch" if execution.kernels == "torch" else "native"  # compiled blocks save no more than native ones
         width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.compute_dtype_name]
         qk_norm = _QK_NORM_BYTES[code, execution.compute_dtype_name] if model.decoder.qk_norm else 0
+        width += _GATE_BYTES[code, execution.compute_dtype_name] if model.decoder.gated_attention else 0
         per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff
         per_token += (kv + qk_norm) * model.kv_heads * model.head_dim
         per_token += _STATISTICS_BYTES[code][model.decoder.qk_norm] * model.n_heads
         if execution.kernels == "torch":
             per_token += self._sdpa_bytes(execution.compute_dtype.itemsize)
-        return execution.tokens(self.window) * per_token
+        return per_token
 
     def _sdpa_bytes(self, compute: int) -> int:
         """Returns the bytes per token that torch's attention saves in addition to its inputs and output."""
@@ -144,16 +189,21 @@ class DecoderCosts(Costs):
 
 
 @lru_cache(maxsize=64)
-def _counted(one_block: str, layers: int) -> dict[str, int]:
-    model = TransformerLM(DecoderConfig.model_validate_json(one_block), seed=None)
+def _counted(one_period: str, layers: int) -> dict[str, int]:
+    model = TransformerLM(DecoderConfig.model_validate_json(one_period), seed=None)
     return count_parameters(model, _PARTS, layers)
 
 
-@lru_cache
-def _orthogonalized(one_block: str) -> Shapes:
-    """Returns the matrices of a block that Muon orthogonalizes: the blocks of rows of each linear layer."""
-    model = TransformerLM(DecoderConfig.model_validate_json(one_block), seed=None)
-    layers = [module for module in model.blocks.modules() if isinstance(module, Linear)]
+@lru_cache(maxsize=64)
+def _muon_flops(one_period: str, layers: int) -> float:
+    """Returns the FLOPs with which Muon orthogonalizes the blocks of rows of each linear layer."""
+    model = TransformerLM(DecoderConfig.model_validate_json(one_period), seed=None)
+    of_blocks = [muon_flops(_orthogonalized(block)) for block in model.blocks]
+    return sum(of_blocks[layer % len(of_blocks)] for layer in range(layers))
+
+
+def _orthogonalized(block: nn.Module) -> Shapes:
+    linears = [module for module in block.modules() if isinstance(module, Linear)]
     return shapes_of(
-        (one.in_features, one.out_features // one.row_blocks) for one in layers for _ in range(one.row_blocks)
+        (one.in_features, one.out_features // one.row_blocks) for one in linears for _ in range(one.row_blocks)
     )
