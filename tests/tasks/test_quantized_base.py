@@ -66,6 +66,7 @@ def evaluated(capsys: Captured, run: Path, home: Path, *options: str) -> float:
     ("architecture", "adapter", "precision"),
     [
         ("qwen2", "lora", "int8"),
+        ("gemma3_text", "lora", "int8"),  # scales its embedding, which is also its head
         pytest.param("llama", "dora", "int4", marks=pytest.mark.long),
         pytest.param("gpt2", "lora", "int4", marks=pytest.mark.long),
     ],
@@ -75,6 +76,7 @@ def test_training_equals_that_on_the_dequantized_weights(
 ) -> None:
     base = model_folder(architecture)
     wide = dequantized(base, precision, tmp_path / "wide")
+    assert isinstance(loaded(base, precision).get_input_embeddings(), QuantizedEmbedding)
     chosen = {"model__adapter": adapter, "model__gradient_checkpointing": "true", "model__lora_dropout": 0.1}
     chosen = chosen if architecture == "qwen2" else {"model__adapter": adapter}
     run = made(home, f"{architecture}-run", model__name_or_path=base, model__base_precision=precision, **chosen)
