@@ -207,6 +207,13 @@ def test_a_quantized_file_is_read_by_llama_cpp_and_trained_on(
     )
     assert (run / "final/adapter_config.json").exists()
     assert losses(run)[-1] < losses(run)[0]
+    merged = tmp_path / "merged.gguf"
+    assert cli(["export", str(run), "--format", "gguf", "--type", "f32", "--output", str(merged)]) == 0
+    before, after = (gguf.GGUFReader(path).fields for path in (file, merged))
+    names = [name for name in before if name.startswith("tokenizer.")]
+    assert len(names) > 8
+    assert all(before[name].contents() == after[name].contents() for name in names)
+    assert [name for name in after if name.startswith("tokenizer.") and name not in before] == []
 
 
 def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) -> None:

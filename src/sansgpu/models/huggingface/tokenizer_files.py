@@ -123,8 +123,13 @@ def _embedding_rows(model: ModelConfig) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> TokenizerParts:
-    """Converts a transformers tokenizer for export as GGUF. `known_ends` are the end tokens in the model's settings."""
+def tokenizer_parts(
+    tokenizer: Any, known_ends: Sequence[int] | None = None, file: GGUFFile | None = None
+) -> TokenizerParts:
+    """Converts a transformers tokenizer for export as GGUF. `known_ends` are the end tokens in the model's settings.
+
+    `file` is the one that the tokenizer comes from, if it does; its tokens are then written as they are there.
+    """
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
     adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
@@ -140,6 +145,7 @@ def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> 
         ends.turn,
         text,
         ends.ids,
+        None if file is None else file.tokenizer_metadata,
     )
 
 

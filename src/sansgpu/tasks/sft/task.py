@@ -21,6 +21,7 @@ from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.causal_lm import transformers_scorer, transformers_teacher
+from sansgpu.models.huggingface.source import gguf_file_of
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.scoring import Scorer, decoder_scorer
@@ -187,7 +188,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
         model = loaded.objective.model
-        parts = tokenizer_parts(loaded.tokenizer, end_ids_of(model))
+        parts = tokenizer_parts(loaded.tokenizer, end_ids_of(model), gguf_file_of(loaded.config.model))
         return model.config.to_dict(), loaded.objective.merged_weights(), parts
 
 
