@@ -17,6 +17,7 @@ from tools.tiny_model import make_folder
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.models.huggingface.probes import block_weights
 from sansgpu.models.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from tests.models.llama import LlamaFile
 from tests.processes import digests, events_of, finish, json_of, kill_when, start
@@ -214,6 +215,11 @@ def test_a_quantized_file_is_read_by_llama_cpp_and_trained_on(
     assert len(names) > 8
     assert all(before[name].contents() == after[name].contents() for name in names)
     assert [name for name in after if name.startswith("tokenizer.") and name not in before] == []
+
+
+def test_probes_count_quantized_weights() -> None:
+    base = model_folder("qwen2")
+    assert block_weights(loaded(base, "int8")) == block_weights(loaded(base, "bf16")) > 0
 
 
 def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) -> None:
