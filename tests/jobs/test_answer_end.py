@@ -49,10 +49,11 @@ def fill(home: Path) -> None:
 
 
 def taught(home: Path, name: str, **changes: object) -> Path:
-    """Trains a run with the template `name` until the model knows the answers."""
+    """Trains a run with the template `name` until the model knows the answers. "native" is chosen by the product."""
+    template = {} if name == "native" else {"data.chat_template": home / f"{name}.jinja"}
     own = {
         "task": "sft", "model.name_or_path": home / "base", "data.dataset_name": home / "short.jsonl",
-        "data.validation_name": home / "short.jsonl", "data.chat_template": home / f"{name}.jinja",
+        "data.validation_name": home / "short.jsonl", **template,
         "training.batch_size": 16, "training.gradient_accumulation_steps": 1, "training.max_steps": 100,
         "training.learning_rate": 0.005, "training.eval_steps": 100, "training.save_steps": 0,
         "training.sample_tokens": 20, "training.sample_prompt": QUESTION,
@@ -91,8 +92,10 @@ def served_answer(target: Path) -> tuple[str, str]:
 
 
 def test_a_token_of_the_template_ends_answers_everywhere(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = taught(home, "token")
+    run = taught(home, "native")
     final = run / "final"
+    assert "special tokens of its family" in warnings_about("data.chat_template: native", capsys)[0]
+    assert "chat_template: native" in (run / "config.yaml").read_text()
     assert [event["sample"] for event in events_of(run, "eval")] == [ANSWER]
     file = Path(printed(capsys, "export", run, "--format", "gguf", "--type", "f32").strip())
     for number, target in enumerate((run, final, file)):

@@ -179,6 +179,30 @@ def test_linear_cross_entropy(
     assert_near(ours, exact, dtype)
 
 
+def test_chunks_of_a_frozen_head_are_small_in_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(100, 8, generator=generator), torch.randn(30, 8, generator=generator)
+    targets = torch.randint(0, 30, (100,), generator=generator)
+    rows, call = list[int](), library.call
+
+    def counted(name: str, *arguments: Any) -> None:
+        if name == "cross_entropy_losses":
+            rows.append(arguments[2])
+        call(name, *arguments)
+
+    def frozen() -> list[torch.Tensor]:
+        return with_gradients([hidden], lambda h: linear_cross_entropy(h, head, targets), torch.ones(()))
+
+    monkeypatch.setattr(library, "call", counted)
+    whole = frozen()
+    monkeypatch.setattr(cross_entropy, "FROZEN_HEAD_ROWS", 16)
+    monkeypatch.setattr(cross_entropy, "FROZEN_HEAD_BYTES", 40 * 30 * 4)  # the logits of 40 tokens
+    for found, expected in zip(frozen(), whole, strict=True):
+        torch.testing.assert_close(found, expected)
+    with_gradients([hidden, head], lambda h, w: linear_cross_entropy(h, w, targets), torch.ones(()))
+    assert rows == ([100, 40, 40, 20, 100] if library.available() else [])
+
+
 def test_linear_cross_entropy_survives_logits_of_any_size(kernels: str) -> None:
     hidden = torch.tensor([[300.0], [-300.0], [0.0]])
     head = torch.tensor([[1.0], [-1.0], [0.5]])

@@ -74,6 +74,8 @@ def test_a_scale_that_is_infinity_or_nan_reaches_the_results(kernels: str, name:
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
 def test_simple_formats_are_rounded_as_by_gguf_py(name: str) -> None:
     values, format = torch.randn(5, 320), FORMATS[name]
+    values[1, :32] = 0
+    values[2, :32] = torch.tensor([127.0, 0.5, -0.5, 1.5, -2.5, 0.49999997, *range(-13, 13)])  # q8_0 rounds halves
     expected = torch.from_numpy(gguf.quants.quantize(values.numpy(), format.encoding))
     assert torch.equal(quantize_rows(values.double(), format), expected)
 

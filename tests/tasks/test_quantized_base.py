@@ -17,6 +17,7 @@ from tools.tiny_model import make_folder
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.models.huggingface.probes import block_weights
 from sansgpu.models.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from tests.models.llama import LlamaFile
 from tests.processes import digests, events_of, finish, json_of, kill_when, start
@@ -66,6 +67,7 @@ def evaluated(capsys: Captured, run: Path, home: Path, *options: str) -> float:
     ("architecture", "adapter", "precision"),
     [
         ("qwen2", "lora", "int8"),
+        ("gemma3_text", "lora", "int8"),  # scales its embedding, which is also its head
         pytest.param("llama", "dora", "int4", marks=pytest.mark.long),
         pytest.param("gpt2", "lora", "int4", marks=pytest.mark.long),
     ],
@@ -75,6 +77,7 @@ def test_training_equals_that_on_the_dequantized_weights(
 ) -> None:
     base = model_folder(architecture)
     wide = dequantized(base, precision, tmp_path / "wide")
+    assert isinstance(loaded(base, precision).get_input_embeddings(), QuantizedEmbedding)
     chosen = {"model__adapter": adapter, "model__gradient_checkpointing": "true", "model__lora_dropout": 0.1}
     chosen = chosen if architecture == "qwen2" else {"model__adapter": adapter}
     run = made(home, f"{architecture}-run", model__name_or_path=base, model__base_precision=precision, **chosen)
@@ -205,6 +208,18 @@ def test_a_quantized_file_is_read_by_llama_cpp_and_trained_on(
     )
     assert (run / "final/adapter_config.json").exists()
     assert losses(run)[-1] < losses(run)[0]
+    merged = tmp_path / "merged.gguf"
+    assert cli(["export", str(run), "--format", "gguf", "--type", "f32", "--output", str(merged)]) == 0
+    before, after = (gguf.GGUFReader(path).fields for path in (file, merged))
+    names = [name for name in before if name.startswith("tokenizer.")]
+    assert len(names) > 8
+    assert all(before[name].contents() == after[name].contents() for name in names)
+    assert [name for name in after if name.startswith("tokenizer.") and name not in before] == []
+
+
+def test_probes_count_quantized_weights() -> None:
+    base = model_folder("qwen2")
+    assert block_weights(loaded(base, "int8")) == block_weights(loaded(base, "bf16")) > 0
 
 
 def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) -> None:

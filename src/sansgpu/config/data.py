@@ -89,7 +89,9 @@ class DataConfig(Section):
     )
     chat_template: str | None = Field(
         None,
-        description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's template",
+        description="file with a Jinja chat template, or a built-in one; simple: names of roles and eos_token, for any "
+        "model; native: the special tokens of Gemma or ChatML that the tokenizer has, such as `<start_of_turn>`. "
+        "Default: the model's template, or native if it has none and the rows are conversations",
         json_schema_extra=INPUT_PATH,
     )
     system_column: str | StrictInt | None = Field(

@@ -16,11 +16,13 @@ PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
     "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
 )  # fmt: skip
 ARITHMETIC = "arithmetic"  # built-in dataset: sums of two numbers, with their answers
-SIMPLE_TEMPLATE = "simple"  # the built-in chat template
+SIMPLE_TEMPLATE = "simple"  # a built-in chat template for any model
+NATIVE_TEMPLATE = "native"  # the built-in chat template that writes the special tokens of a model's family
 TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
 # Values with a meaning of their own, for keys that otherwise take a path.
 BUILT_IN_NAMES = (
-    PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS,
+    PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, NATIVE_TEMPLATE,
+    *TRAINED_TOKENIZERS,
 )  # fmt: skip
 
 

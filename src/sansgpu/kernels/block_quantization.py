@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # gguf is optional, and only some conversions need it
 
 Precision = Literal["int8", "int4"]
 QUANTIZED_AT_ONCE = 1 << 24  # while a matrix is quantized, at most this many values are in memory as fp32
+_CACHED_BLOCKS = 1 << 13  # blocks of 32 values that are quantized at a time, so that they stay in a core's cache
 NOT_QUANTIZED = constants()["NOT_QUANTIZED"]  # the format number of matrices of fp32 or bf16
 
 
@@ -140,6 +141,8 @@ def _quantized(blocks: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """Returns the bytes (N, bytes of a block) of blocks (N, values of a block)."""
     if not blocks.isfinite().all():
         raise RuntimeError(f"NaN and infinite values cannot be quantized to {format.name}.")
+    if format.name == "q8_0":
+        return torch.cat([_quantize_q8_0(part) for part in blocks.split(_CACHED_BLOCKS)])
     if format.name not in _PLAIN:
         import gguf
 
@@ -170,6 +173,17 @@ def _half_bytes(values: torch.Tensor) -> torch.Tensor:
 
 def _inverse(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, 0.0, 1 / x)
+
+
+def _quantize_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """A value is d * code, with 8-bit code. Rounds halves away from zero, as gguf-py does in many times the time."""
+    d = blocks.abs().amax(1).div_(127)
+    scaled = blocks * _inverse(d)[:, None]
+    fractions = scaled.abs()
+    codes = fractions.floor()
+    fractions.sub_(codes)
+    codes.add_(fractions.ge(0.5)).copysign_(scaled)
+    return torch.cat([_half_bytes(d), codes.to(torch.int8).view(torch.uint8)], 1)
 
 
 def _quantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:

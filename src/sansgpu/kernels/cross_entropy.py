@@ -21,7 +21,15 @@ from sansgpu.kernels.matmul import MatmulPrecision, is_native, matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 PLAIN_ROWS = 256  # tokens per chunk in plain torch, which holds several tensors of the size of the logits
+# A frozen head accumulates no gradient, so smaller chunks save memory: a token has 1 MB of logits in a vocabulary of
+# 262,144. With fewer rows, dequantizing the head for each chunk takes more than a tenth of the time of its products.
+FROZEN_HEAD_BYTES, FROZEN_HEAD_ROWS = 256 << 20, 256  # maximum bytes of a chunk's logits, but at least these rows
 SUMMED_ROWS = 4096  # rows of a quantized weight that are dequantized at a time to sum them
+
+
+def chunk_rows(outputs: int, itemsize: int, trained: bool) -> int:
+    """Returns the tokens per chunk of logits with `itemsize` bytes, for a head with `outputs` rows."""
+    return CHUNK_ROWS if trained else min(CHUNK_ROWS, max(FROZEN_HEAD_ROWS, FROZEN_HEAD_BYTES // (outputs * itemsize)))
 
 
 @dataclass(frozen=True)
@@ -237,7 +245,8 @@ class HeadOperands:
         """
         if self.hidden_grad is None and self.weight_grad is None:
             return None
-        return self.hidden.new_empty(min(CHUNK_ROWS, len(self.hidden)), len(self.weight))
+        rows = chunk_rows(len(self.weight), self.hidden.itemsize, self.weight_grad is not None)
+        return self.hidden.new_empty(min(rows, len(self.hidden)), len(self.weight))
 
 
 def head_operands(
@@ -340,8 +349,10 @@ def native_chunks(
     instead of logits, because rounding logits to bf16 would be the largest error of the losses.
     """
     precision = MatmulPrecision.of(head.hidden.dtype, "int16" if options.integer and len(head.weight) > 1 else None)
-    buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
-    for part in _parts(head, CHUNK_ROWS):
+    buffer = head.buffer()
+    rows = max(1, CHUNK_ROWS if buffer is None else len(buffer))
+    scaled = torch.empty_like(head.hidden[:rows])
+    for part in _parts(head, rows):
         chunk = _losses(head, part, buffer, options, count, precision)
         if revise is not None:
             chunk = revise(chunk)

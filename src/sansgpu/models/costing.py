@@ -10,7 +10,7 @@ from typing import Self
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.training import TrainingConfig
-from sansgpu.kernels.cross_entropy import CHUNK_ROWS, PLAIN_ROWS
+from sansgpu.kernels.cross_entropy import PLAIN_ROWS, chunk_rows
 from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
@@ -231,7 +231,9 @@ def cross_entropy_bytes(execution: Execution, tokens: int, head: tuple[int, int]
     `head` is the (inputs, outputs) of the head. Its weight's gradient counts if it is `trained`.
     """
     (width, outputs), compute = head, execution.compute_dtype.itemsize
-    rows, per_logit = (CHUNK_ROWS, compute) if execution.kernels != "torch" else (PLAIN_ROWS, compute + 5 * FULL)
+    rows, per_logit = chunk_rows(outputs, compute, trained), compute
+    if execution.kernels == "torch":
+        rows, per_logit = PLAIN_ROWS, compute + 5 * FULL
     logits = min(tokens, rows) * outputs * per_logit + tokens * width * (2 * compute + 2 * FULL)
     if trained:
         logits += outputs * width * FULL * (2 if execution.accumulation > 1 else 1)

@@ -44,9 +44,13 @@ class QuantizedLinear(QuantizedLayer, Linear):
 class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
     """A quantized token embedding, which dequantizes the rows that it looks up to fp32: (...,) -> (..., inputs)."""
 
+    scale: float = 1.0  # multiplies the rows, as in Gemma
+    plain_class: type[nn.Embedding] = nn.Embedding  # that of the layer before it was quantized
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = dequantize_rows(self.blocks.data[input.flatten()], self.blocks.format)
-        return rows.view(*input.shape, self.embedding_dim)
+        scaled = rows if self.scale == 1.0 else rows.mul_(self.scale)
+        return scaled.view(*input.shape, self.embedding_dim)
 
 
 def matrix_of(layer: nn.Linear | nn.Embedding) -> Matrix:
@@ -57,6 +61,19 @@ def matrix_of(layer: nn.Linear | nn.Embedding) -> Matrix:
 def is_linear(layer: Any) -> bool:
     """Returns True for nn.Linear and Falcon's class, which computes the same with other functions."""
     return type(layer) is nn.Linear or type(layer).__name__ == "FalconLinear"
+
+
+def embedding_scale(layer: Any) -> float | None:
+    """Returns the factor of the rows that an embedding looks up; None if it may compute something else.
+
+    transformers has a class ...ScaledWordEmbedding in each family that scales its embedding.
+    """
+    if type(layer) is nn.Embedding:
+        return 1.0
+    if not (isinstance(layer, nn.Embedding) and type(layer).__name__.endswith("ScaledWordEmbedding")):
+        return None
+    scale = getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", None))
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -82,6 +99,7 @@ class QuantizableMatrix:
         for layer in self.layers:
             changed = cast(Any, layer)
             if isinstance(layer, nn.Embedding):
+                changed.scale, changed.plain_class = embedding_scale(layer), type(layer)
                 changed.__class__ = QuantizedEmbedding
             else:
                 changed.transposed = is_transposed(layer)
@@ -93,8 +111,8 @@ class QuantizableMatrix:
 def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
     """Returns the matrices of the blocks, the token embedding and the output head, by the id() of their parameter.
 
-    Omits an embedding or a head that is not exactly nn.Embedding or nn.Linear, and a matrix that it shares, because it
-    may compute more than a lookup or a product. Omits them, too, if the model's code reads a weight, as Mamba's does.
+    Omits an embedding that may compute more than a lookup and a factor, a head that is not exactly nn.Linear, and a
+    matrix that it shares. Omits them, too, if the model's code reads a weight, as Mamba's does.
     """
     found: dict[int, QuantizableMatrix] = {}
     for block in blocks_of(model):
@@ -106,7 +124,7 @@ def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
         table = getattr(model, get_table)()
         weight = getattr(table, "weight", None)
         users = tuple(m for m in model.modules() if weight is not None and getattr(m, "weight", None) is weight)
-        if users and all(type(user) in (nn.Embedding, nn.Linear) for user in users):
+        if users and all(type(user) is nn.Linear or embedding_scale(user) is not None for user in users):
             found[id(weight)] = QuantizableMatrix(users, is_table=True)
     return found
 
@@ -116,7 +134,7 @@ def dequantize_layer(layer: QuantizedLayer, weight: nn.Parameter) -> None:
     changed = cast(Any, layer)
     changed.weight = weight
     del changed.blocks
-    changed.__class__ = nn.Embedding if isinstance(layer, nn.Embedding) else Linear
+    changed.__class__ = layer.plain_class if isinstance(layer, QuantizedEmbedding) else Linear
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -13,11 +13,12 @@ from sansgpu.data.preview.example import ExamplePart, Parts, TextSegment
 from sansgpu.data.preview.row_types import parts_of, row_type
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
-from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, native_template
 from sansgpu.tasks.fine_tuning import longest_example
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
 from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import with_fixed_date
+from sansgpu.tasks.sft.template import needs_template
 
 Spans = Sequence[tuple[int, int, str]]  # start character, end character, label
 
@@ -50,6 +51,8 @@ class TokenizedParts:
     @tokenizer_errors()
     def parts_of(self, typed: Any) -> Parts:
         """Returns the parts of a typed row. Raises BadRowError if the model cannot learn from it."""
+        if self.tokenizer.chat_template is None and needs_template(typed):
+            self.tokenizer.chat_template = native_template(self.tokenizer)  # as in training
         return tuple(self._by_type.get(type(typed), self._texts)(typed))
 
     def _document(self, text: str) -> Iterator[ExamplePart]:

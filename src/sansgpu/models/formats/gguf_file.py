@@ -187,6 +187,10 @@ class GGUFFile:
         return parts
 
     @property
+    def tokenizer_metadata(self) -> dict[str, Any]:
+        return {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.")}
+
+    @property
     def has_chat_template(self) -> bool:
         return Keys.Tokenizer.CHAT_TEMPLATE in self._metadata
 

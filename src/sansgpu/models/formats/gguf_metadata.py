@@ -13,7 +13,7 @@ from sansgpu.config import ConfigError
 from sansgpu.models import families
 from sansgpu.models.family import Family, Settings
 from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, rope_metadata, shortest
-from sansgpu.models.formats.gguf_tokenizer import read_end_ids
+from sansgpu.models.formats.gguf_tokenizer import add_value, read_end_ids
 from sansgpu.models.formats.weights import as_stored
 
 _Weight = TypeVar("_Weight")
@@ -113,25 +113,11 @@ def write_settings(writer: GGUFWriter, settings: Settings, weights: Mapping[str,
     if family.gguf_no_window and "sliding_window" in settings:
         values[Keys.LLM.CONTEXT_LENGTH] = min(values[Keys.LLM.CONTEXT_LENGTH], settings["sliding_window"])
     for key, value in values.items():
-        _add(writer, key.format(arch=writer.arch), value)
+        add_value(writer, key.format(arch=writer.arch), value)
     if family.gguf_learned_activation is not None:
         written = family.gguf_learned_activation.write(settings, lambda name: float(as_stored(weights[name]).read()))
         for key, numbers in written.items():
             writer.add_array(key, numbers)
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case list():
-            writer.add_array(key, value)
-        case bool():
-            writer.add_bool(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_uint32(key, value)
 
 
 def read_settings(

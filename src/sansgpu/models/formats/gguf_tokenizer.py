@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,10 @@ from sansgpu.models.formats.tokenizers import TokenizerParts
 _SENTENCE_PIECE, _BYTE_LEVEL, _WITH_MERGES = "llama", "gpt2", "gemma4"
 ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama reads this key; llama.cpp reads only `_END_KEYS`
 _END_KEYS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+_CHOSEN_KEYS = (  # an export chooses these, whatever the file of the base model has
+    Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.PAD_ID, ALL_ENDS,
+    Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.CHAT_TEMPLATE,
+)  # fmt: skip
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # This character stands for a space in the tokens of SentencePiece and of llama.cpp's tokenizer `llama`.
@@ -38,6 +42,44 @@ def _pre_tokenizers() -> dict[str, PreTokenizer]:
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
     """Writes a tokenizer, padded to the embedding's `rows`. Raises ConfigError if llama.cpp does not support it."""
+    if parts.stored is not None and len(parts.stored[Keys.Tokenizer.LIST]) == rows:
+        for key, value in parts.stored.items():
+            if key not in _CHOSEN_KEYS:
+                add_value(writer, key, value)
+    else:
+        _write_vocabulary(writer, parts, rows)
+    if parts.bos_id is not None:
+        writer.add_bos_token_id(parts.bos_id)
+    if parts.eos_id is not None:
+        writer.add_eos_token_id(parts.eos_id)
+    if parts.turn_end_id is not None:
+        writer.add_eot_token_id(parts.turn_end_id)
+    if len(parts.end_ids) > 1:
+        writer.add_array(ALL_ENDS, parts.end_ids)
+    if parts.pad_id is not None:
+        writer.add_pad_token_id(parts.pad_id)
+    writer.add_add_bos_token(parts.adds_bos)
+    if parts.chat_template is not None:
+        writer.add_chat_template(parts.chat_template)
+
+
+def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Adds a value to the metadata, with the type in GGUF that follows from its own."""
+    match value:
+        case list():
+            writer.add_array(key, value)
+        case bool():
+            writer.add_bool(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_uint32(key, value)
+
+
+def _write_vocabulary(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
+    """Writes the tokens of a tokenizer and how they are merged."""
     raw = json.loads(parts.json)
     model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
     is_character_level = _is_character_level(model, added, raw["normalizer"])
@@ -65,19 +107,6 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
         writer.add_token_merges([" ".join(merge) for merge in _merges(model)])
     if model.get("unk_token") is not None:
         writer.add_unk_token_id(model["vocab"][model["unk_token"]])
-    if parts.bos_id is not None:
-        writer.add_bos_token_id(parts.bos_id)
-    if parts.eos_id is not None:
-        writer.add_eos_token_id(parts.eos_id)
-    if parts.turn_end_id is not None:
-        writer.add_eot_token_id(parts.turn_end_id)
-    if len(parts.end_ids) > 1:
-        writer.add_array(ALL_ENDS, parts.end_ids)
-    if parts.pad_id is not None:
-        writer.add_pad_token_id(parts.pad_id)
-    writer.add_add_bos_token(parts.adds_bos)
-    if parts.chat_template is not None:
-        writer.add_chat_template(parts.chat_template)
     writer.add_string(Keys.Tokenizer.HF_JSON, parts.json)
 
 
@@ -164,13 +193,17 @@ def _merges_of_scores(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]
         (name for name, index in vocabulary.items() if types[index] == TokenType.NORMAL and len(name) > 1),
         key=lambda name: -scores[vocabulary[name]],
     )
-    return [pair for name in merged for pair in _splits(name, vocabulary)]
+    return _splits(merged, vocabulary)
 
 
-def _splits(name: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Returns all pairs of tokens that make up a token."""
-    pairs = ((name[:place], name[place:]) for place in range(1, len(name)))
-    return [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+def _splits(names: Iterable[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Returns all pairs of tokens that make up each of the tokens `names`, of which there may be 262,144."""
+    return [
+        (left, right)
+        for name in names
+        for place in range(1, len(name))
+        if (left := name[:place]) in vocabulary and (right := name[place:]) in vocabulary
+    ]
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -196,10 +229,10 @@ def _sentence_piece_ranks(raw: Mapping[str, Any]) -> dict[str, int] | None:
             return None
         ranks.setdefault(name, len(ranks))
         counts[name], last = counts[name] + 1, name
-    complete = all(counts[name] == len(_splits(name, vocabulary)) for name in ranks)
+    complete = counts == Counter(left + right for left, right in _splits(ranks, vocabulary))
     added = {token["content"] for token in raw["added_tokens"]}
     unmerged = (name for name in vocabulary if name not in ranks and name not in added and not _BYTE.fullmatch(name))
-    return ranks if complete and not any(_splits(name, vocabulary) for name in unmerged) else None
+    return ranks if complete and not _splits(unmerged, vocabulary) else None
 
 
 def _space_rule(raw: Mapping[str, Any]) -> bool | None:

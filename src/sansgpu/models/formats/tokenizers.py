@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 
@@ -50,6 +50,7 @@ class TokenizerParts:
     turn_end_id: int | None = None
     turn_end: str = ""
     other_end_ids: tuple[int, ...] = ()  # more tokens that end a text
+    stored: Mapping[str, Any] | None = None  # the metadata of the GGUF file that has the same tokenizer
 
     @property
     def end_ids(self) -> list[int]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.probes import (
     autocast_of,
+    block_weights,
     body_of,
     first_blocks_of,
     matrix_dtype,
@@ -110,7 +111,7 @@ class _Trial:
 
     def _blocks(self, tokens: int) -> AbstractContextManager[None]:
         """Context in which a large model consists of its first blocks."""
-        flops = 2.0 * tokens * sum(p.numel() for p in body_of(self._model).parameters())
+        flops = 2.0 * tokens * block_weights(self._model)
         return nullcontext() if self._whole or flops < TRIAL_FLOPS else first_blocks_of(self._model)
 
 

@@ -23,7 +23,7 @@ from sansgpu.models.attention_windows import (
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.modules import blocks_of, integer_of_model
-from sansgpu.models.quantized_layers import QuantizedLinear
+from sansgpu.models.quantized_layers import QuantizedLayer, QuantizedLinear
 from sansgpu.models.recurrent_layers import STARTS
 from sansgpu.models.relative_attention import has_relative_attention
 
@@ -34,7 +34,7 @@ PROBE_SHORT = 5  # tokens of the first example, so that the second one does not 
 PROBE_LONG = 65  # minimum tokens of the second example: longer than hard-coded blocks of 32 or 64 tokens
 PROBE_LONGEST = 1024  # maximum tokens of the second example, if the length of the data's examples is unknown
 SHARED_PARTS = (24, 9, 13, 17)  # tokens of the beginning that examples of a probe share, and of their ends
-PROBE_FLOPS = 2e12  # a few seconds; if a probe would take more, only the first blocks run
+PROBE_FLOPS = 1e11  # about a second; if a probe would take more, only the first blocks run
 # Keys of a config whose values cannot be window sizes.
 OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
@@ -118,8 +118,16 @@ def shares_well(unpadded: PackingModel) -> bool:
 
 def _blocks_to_probe(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
     """Returns a context that truncates a model to its first blocks if a probe with all of them would take too long."""
-    flops = 4.0 * tokens * sum(p.numel() for p in body_of(model).parameters())
+    flops = 4.0 * tokens * block_weights(model)
     return first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext()
+
+
+def block_weights(model: PreTrainedModel) -> int:
+    """Returns the number of weights in the blocks of a model, of which some may be quantized."""
+    modules = [module for block in blocks_of(model) for module in block.modules()]
+    quantized = [module.blocks for module in modules if isinstance(module, QuantizedLayer)]
+    plain = sum(p.numel() for module in modules for p in module.parameters(recurse=False))
+    return plain + sum(blocks.outputs * blocks.inputs for blocks in quantized)
 
 
 def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:

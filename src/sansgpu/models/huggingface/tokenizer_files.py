@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import SIMPLE_TEMPLATE, ConfigError
+from sansgpu.config import NATIVE_TEMPLATE, SIMPLE_TEMPLATE, ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
@@ -35,7 +35,10 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions import i
     from sansgpu.models.formats.gguf_file import GGUFFile
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_SIMPLE = Path(__file__).parent / "templates/simple.jinja"
+_TEMPLATES = Path(__file__).parent / "templates"
+# Built-in templates with the tokens that start and end their turns. Llama 3's form is missing, because its base models
+# have never trained the embeddings of such tokens, so that an adapter could not learn to end an answer.
+_NATIVE = {"gemma": ("<start_of_turn>", "<end_of_turn>"), "chatml": ("<|im_start|>", "<|im_end|>")}
 
 
 def load_chat_tokenizer(config: Config) -> Any:
@@ -49,7 +52,7 @@ def load_chat_tokenizer(config: Config) -> Any:
 
 
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
-    """Loads the tokenizer of a model. `chat_template` is a file with a template that replaces its own, or "simple".
+    """Loads the tokenizer of a model. `chat_template` replaces its own template; see data.chat_template.
 
     Raises ConfigError if the tokenizer or the template cannot be used.
     """
@@ -68,11 +71,7 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
         raise ConfigError(f"{model.name_or_path} has no tokenizer.json; convert it with transformers first.")
     _require_finite_length(tokenizer, model.name_or_path)
     if chat_template is not None:
-        ours = chat_template == SIMPLE_TEMPLATE
-        path = _SIMPLE if ours else local_path(chat_template)
-        tokenizer.chat_template = read_text(path)
-        if not tokenizer.chat_template.strip():
-            raise ConfigError(f"{path} is empty; set data.chat_template to a file with a Jinja template, or to simple.")
+        tokenizer.chat_template = _template(tokenizer, model, chat_template)
     if (rows := _embedding_rows(base_of(model) or model)) is not None:
         roles = (getattr(tokenizer, role) for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
         used = {*roles, *map(str, tokenizer.extra_special_tokens)}
@@ -81,6 +80,29 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
             tokenizer.backend_tokenizer, rows, str(model.name_or_path), lambda token: token in used or token in template
         )
     return tokenizer
+
+
+def native_template(tokenizer: Any) -> str | None:
+    """Returns the built-in template whose special tokens a tokenizer has, or None."""
+    names = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    found = (name for name, tokens in _NATIVE.items() if names.issuperset(tokens))
+    return next((read_text(_TEMPLATES / f"{name}.jinja") for name in found), None)
+
+
+def _template(tokenizer: Any, model: ModelConfig, chosen: str) -> str:
+    if chosen == NATIVE_TEMPLATE:
+        if (native := native_template(tokenizer)) is not None:
+            return native
+        known = " or ".join(start for start, _ in _NATIVE.values())
+        raise ConfigError(
+            f"the tokenizer of {model.name_or_path} has no special tokens for turns, such as {known}; set "
+            "data.chat_template to simple or to a Jinja file."
+        )
+    path = _TEMPLATES / "simple.jinja" if chosen == SIMPLE_TEMPLATE else local_path(chosen)
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; set data.chat_template to a file with a Jinja template, or to simple.")
+    return text
 
 
 def end_ids_of(model: PreTrainedModel) -> list[int] | None:
@@ -101,8 +123,13 @@ def _embedding_rows(model: ModelConfig) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> TokenizerParts:
-    """Converts a transformers tokenizer for export as GGUF. `known_ends` are the end tokens in the model's settings."""
+def tokenizer_parts(
+    tokenizer: Any, known_ends: Sequence[int] | None = None, file: GGUFFile | None = None
+) -> TokenizerParts:
+    """Converts a transformers tokenizer for export as GGUF. `known_ends` are the end tokens in the model's settings.
+
+    `file` is the one that the tokenizer comes from, if it does; its tokens are then written as they are there.
+    """
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
     adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
@@ -118,6 +145,7 @@ def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> 
         ends.turn,
         text,
         ends.ids,
+        None if file is None else file.tokenizer_metadata,
     )
 
 

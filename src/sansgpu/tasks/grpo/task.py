@@ -12,6 +12,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.forms.chats import PROMPTS
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
@@ -26,8 +27,9 @@ from sansgpu.tasks.grpo.objective import GRPOObjective
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.grpo.rows import PromptCorpus, PromptExamples, read_prompts
 from sansgpu.tasks.grpo.settings import SETTINGS, GRPOTrainingConfig
-from sansgpu.tasks.sft.notes import end_notes
+from sansgpu.tasks.sft.notes import template_notes
 from sansgpu.tasks.sft.task import SFT, context_of
+from sansgpu.tasks.sft.template import with_native_template
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
 
@@ -81,7 +83,8 @@ class GRPO(SFT):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_chat_tokenizer(config)
-        notes = [*sources.notes, *end_notes(str(config.model.name_or_path), tokenizer)]
+        config = with_native_template(config, tokenizer, PROMPTS)
+        notes = [*sources.notes, *template_notes(config, tokenizer)]
         train = read_prompts(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:

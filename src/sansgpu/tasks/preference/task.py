@@ -14,6 +14,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.chats import ConversationOptions
+from sansgpu.data.forms.preferences import PREFERENCES
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.shards import cache_key, cached, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
@@ -38,8 +39,9 @@ from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
 from sansgpu.tasks.preference.rows import Answers, tokenize_preferences
 from sansgpu.tasks.preference.settings import KTO as KTO_SETTINGS
 from sansgpu.tasks.preference.settings import SETTINGS, PreferenceTrainingConfig
-from sansgpu.tasks.sft.notes import ReadingNotes, end_notes
+from sansgpu.tasks.sft.notes import ReadingNotes, template_notes
 from sansgpu.tasks.sft.task import SFT
+from sansgpu.tasks.sft.template import with_native_template
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
 PROMPT_SHARE = 0.5  # share of the prompt in the tokens of a random example
@@ -58,7 +60,8 @@ class Preference(SFT):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_chat_tokenizer(config)
-        notes = [*sources.notes, *end_notes(str(config.model.name_or_path), tokenizer)]
+        config = with_native_template(config, tokenizer, PREFERENCES)
+        notes = [*sources.notes, *template_notes(config, tokenizer)]
         train = cls._read(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:

@@ -22,7 +22,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.notes import ReadingNotes, end_notes
+from sansgpu.tasks.sft.notes import ReadingNotes, template_notes
 from sansgpu.tasks.sft.settings import ConversationDataConfig
 
 
@@ -86,7 +86,7 @@ def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgres
     require_same_vocabulary(tokenizer.backend_tokenizer, str(config.model.name_or_path), folder)
     train, validation = (_examples_of(folder, part) for part in ("train", "validation"))
     predictions = Predictions(folder, progress)
-    notes = list(end_notes(str(config.model.name_or_path), tokenizer))
+    notes = list(template_notes(config, tokenizer))
     corpus = ChatCorpus(train, validation, notes, folder.fingerprint, tokenizer, predictions)
     return with_length_of(config, folder), corpus
 

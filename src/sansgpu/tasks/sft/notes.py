@@ -7,13 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sansgpu.config import NATIVE_TEMPLATE
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted, shown
 from sansgpu.data.row_report import RowReport, counted_parts
 from sansgpu.models.generation.answer_end import answer_end
 
 
-def end_notes(model: str, tokenizer: Any) -> Iterator[str]:
-    """Yields a message if the chat template ends an answer without a token at which every program stops."""
+def template_notes(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Yields messages about a chat template that is not the model's own, or does not end an answer with a token."""
+    model = str(config.model.name_or_path)
+    if config.data.chat_template == NATIVE_TEMPLATE:
+        yield f"{model}: conversations are written with the special tokens of its family (data.chat_template: native)."
     end = answer_end(tokenizer)
     if end is None or (end.is_learned and end.token is not None):
         return

@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.data.forms.chats import ConversationOptions
+from sansgpu.data.forms.chats import CONVERSATIONS, ConversationOptions
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split, split_examples
@@ -21,6 +21,7 @@ from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.causal_lm import transformers_scorer, transformers_teacher
+from sansgpu.models.huggingface.source import gguf_file_of
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.scoring import Scorer, decoder_scorer
@@ -40,9 +41,10 @@ from sansgpu.tasks.sft.data import (
     tokenize_source,
 )
 from sansgpu.tasks.sft.evaluate import SFTEvaluator
-from sansgpu.tasks.sft.notes import end_notes
+from sansgpu.tasks.sft.notes import template_notes
 from sansgpu.tasks.sft.objective import DecoderChat, SFTObjective
 from sansgpu.tasks.sft.settings import SETTINGS
+from sansgpu.tasks.sft.template import with_native_template
 from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, TrainedModel
 
 
@@ -67,13 +69,15 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         """
         if DistilledTrainingConfig.of(config).distillation.teacher is not None:
             return taught_corpus(config, configured_teacher_folder(config), progress)
-        return config, cls.read(config, load_chat_tokenizer(config), progress)
+        tokenizer = load_chat_tokenizer(config)
+        config = with_native_template(config, tokenizer, CONVERSATIONS)
+        return config, cls.read(config, tokenizer, progress)
 
     @classmethod
     def read(cls, config: Config, tokenizer: Any, progress: ReportProgress) -> ChatCorpus:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
-        notes = [*sources.notes, *end_notes(str(config.model.name_or_path), tokenizer)]
+        notes = [*sources.notes, *template_notes(config, tokenizer)]
         examples = examples_in(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:
@@ -184,7 +188,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
         model = loaded.objective.model
-        parts = tokenizer_parts(loaded.tokenizer, end_ids_of(model))
+        parts = tokenizer_parts(loaded.tokenizer, end_ids_of(model), gguf_file_of(loaded.config.model))
         return model.config.to_dict(), loaded.objective.merged_weights(), parts
 
 
