@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.events.progress import ignore_progress
-from sansgpu.jobs.embed import search
+from sansgpu.jobs.embed import open_encoder, search
 from sansgpu.tasks.embed.index import PassageIndex
 from sansgpu.tasks.embed.passages import PassageRules, Spans
 from sansgpu.train.loading import ModelRequest
@@ -209,3 +213,22 @@ def test_every_pass_of_the_model_is_progress(folder: Path) -> None:
 
     search(ModelRequest(str(model_folder("bert"))), folder, "flour", 1, None, ignore_progress, progress)
     assert ("passage", 4, 4) in found
+
+
+def test_adapters_for_queries_and_for_passages_are_used_together(tmp_path: Path, folder: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model_folder("bert"), base)
+    for seed, kind in enumerate(("query", "passage")):
+        torch.manual_seed(seed)
+        config = LoraConfig(target_modules=["query", "value"], init_lora_weights=False)
+        get_peft_model(AutoModel.from_pretrained(base), config).save_pretrained(base / f"retrieval.{kind}")
+
+    def vectors(kind: str, texts: list[str]) -> Any:
+        loaded = open_encoder(ModelRequest(str(base / f"retrieval.{kind}")), ignore_progress, ignore_progress)
+        return loaded.task_class.encode_texts(loaded, texts)
+
+    found = search(ModelRequest(str(base)), folder, BREAD, 3, None, ignore_progress, ignore_progress)
+    passages = vectors("passage", [one.passage.text for one in found])
+    for kind, is_used in (("query", True), ("passage", False)):
+        scores = passages @ vectors(kind, [BREAD])[0]
+        assert np.allclose([one.score for one in found], scores, atol=1e-3) == is_used

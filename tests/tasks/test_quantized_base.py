@@ -93,6 +93,26 @@ def test_training_equals_that_on_the_dequantized_weights(
     assert evaluated(capsys, run, home) == pytest.approx(evaluated(capsys, expected, home), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "architecture", ["lfm2_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("dots1", "mixtral"))]
+)
+def test_experts_that_files_hold_one_by_one_are_merged(architecture: str) -> None:
+    """transformers merges them to one tensor, which stays in bf16, as it is not the matrix of a linear layer."""
+    folder = model_folder(architecture)
+    assert any(".experts.0." in name for name in load_file(folder / "model.safetensors"))
+    expected, found = load_pretrained(ModelConfig(name_or_path=str(folder)), CAUSAL, 0).eval(), loaded(folder, "int8")
+    assert quantized_layers(found)
+    weights = dict(found.named_parameters())
+    experts = {name: value for name, value in expected.named_parameters() if ".experts." in name and value.ndim == 3}
+    assert experts
+    for name, value in experts.items():
+        assert torch.equal(weights[name], value.bfloat16()), name
+    tokens = torch.arange(40)[None] * 7
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        difference = found(tokens).logits.float() - expected.bfloat16()(tokens).logits.float()
+    assert difference.norm() < 0.03 * expected(tokens).logits.norm()
+
+
 @pytest.mark.long
 def test_an_adapter_alone_is_used_with_the_base_that_it_names(home: Path, tmp_path: Path, capsys: Captured) -> None:
     base = copytree(model_folder("qwen2"), tmp_path / "base")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.data import DataConfig
+from sansgpu.config.paths import local_path
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.formats.names import CONVERT, file_form
@@ -33,6 +34,7 @@ from sansgpu.kernels.roofline import is_faster, resolve_precision
 from sansgpu.machine.cache_folder import private_cache
 from sansgpu.machine.private_folder import make_private
 from sansgpu.machine.probe import has_bf16_tensors
+from sansgpu.models.formats.folders import retrieval_adapters
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.tasks.embed.index import METRICS, FoundPassage, PassageIndex, require_usearch
@@ -251,13 +253,18 @@ def search(
 ) -> list[FoundPassage]:
     """Returns the passages of the files in a folder, or of one file, that are nearest in meaning to a query.
 
-    Keeps an index in the user's cache. Raises ConfigError if the query is empty or there is nothing to search.
+    Keeps an index in the user's cache. Raises ConfigError if the query is empty or there is nothing to search. A model
+    whose folder has adapters for queries and for passages embeds each with its own.
     """
     require_usearch()
     if not query.strip():
         raise ConfigError("the query is empty; pass a question or a phrase.")
     files = passage_files(folder)
-    loaded = open_encoder(model, warn, progress)
+    adapters = retrieval_adapters(local_path(model.target))
+    if adapters is None:
+        loaded = asking = open_encoder(model, warn, progress)
+    else:
+        asking, loaded = (open_encoder(replace(model, target=str(path)), warn, progress) for path in adapters)
     tokenizer, layout, encode_texts = loaded.tokenizer, loaded.objective.layout, loaded.task_class.encode_texts
     of_query, of_passage = layout.query_prompt, layout.passage_prompt
     if layout.similarity not in METRICS:
@@ -279,7 +286,7 @@ def search(
         root / key,
         rules,
         partial(encode_texts, loaded, prompt=of_passage),
-        partial(encode_texts, loaded, prompt=of_query),
+        partial(encode_texts, asking, prompt=of_query),
         layout.similarity,
     )
     index.open(files, warn, progress)

@@ -21,7 +21,7 @@ Metadata = Mapping[str, Any]  # the metadata of a GGUF file by key
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block, in the name of a weight
 
 # Sizes of tiny models in config.json, for tests and trials: with multi-head attention, with grouped-query attention
-# (GQA), and for families whose head_dim does not follow from the other sizes.
+# (GQA), for families whose head_dim does not follow from the other sizes, and with multi-head latent attention (MLA).
 TINY_CONTEXT = 512  # tokens
 TINY_MHA: Settings = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,6 +29,10 @@ TINY_MHA: Settings = {
 }  # fmt: skip
 TINY_GQA: Settings = {**TINY_MHA, "num_key_value_heads": 2}
 TINY_HEAD_DIM: Settings = {**TINY_GQA, "head_dim": 16}
+TINY_LATENT: Settings = {
+    **TINY_MHA, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 
 # Settings that several families write to GGUF files: key of config.json -> key of GGUF.
 SLIDING_WINDOW = {"sliding_window": "{arch}.attention.sliding_window"}

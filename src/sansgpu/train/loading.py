@@ -19,7 +19,7 @@ from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
 from sansgpu.models.formats.folders import DECODER_CLASSES
 from sansgpu.models.formats.gguf_source import is_gguf
-from sansgpu.models.huggingface.sentence_embedding import scores_by_logits
+from sansgpu.models.huggingface.sentence_embedding import MODULES, scores_by_logits
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.configuration import SCHEMA, task_class
@@ -112,7 +112,7 @@ def class_of_model(target: str, verb: Verb) -> TaskClass:
     """Returns the task that recognizes a model, or else the one that accepts any Hugging Face model for this verb."""
     able = [task for task in TASKS.values() if can(task, verb)]
     found = next((task for task in able if task.recognizes(target)), None)
-    if found is None and verb == "predict" and scores_by_logits(local_path(target)):
+    if found is None and verb == "predict" and scores_by_logits(local_path(target) / MODULES):
         raise ConfigError(
             f"{target} scores pairs of texts by the logits of two tokens, which sansgpu does not support; use a "
             "version of the model for sequence classification, or train task classify, which gives it a head for "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from tools.family_trials import rows_of
 from tools.tiny_architectures import make_architecture, tokenizer_for
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, T5EncoderModel
 
 from sansgpu.cli import run as cli
 from tests.processes import options, write_rows
@@ -46,6 +48,43 @@ def test_an_encoder_does_not_continue_texts(
         "with task classify, tokens, qa or embed."
     )
     assert not list(tmp_path.iterdir()), "a refusal left a folder"
+
+
+def test_an_encoder_without_a_head_is_not_called_damaged(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    """transformers leaves the missing head of its causal class uninitialized, so that its logits may be NaN."""
+    model = make_architecture(tmp_path / "model", "data2vec-text", "none", tokenizer_for("bert"))
+    chosen = {"task": "sft", "model.name_or_path": model, "data.dataset_name": home / "chat.jsonl"}
+    capsys.readouterr()
+    assert (
+        cli(["train", *options(chosen, {"data.chat_template": "simple"}), "--output-dir", str(tmp_path / "run")]) == 2
+    )
+    assert sentence(capsys).startswith(f"sansgpu: {model} is an encoder, whose tokens attend to later ones, but ")
+
+
+def test_an_encoder_without_its_decoder_is_not_called_damaged(tmp_path: Path, capsys: Captured) -> None:
+    model, rows = tmp_path / "encoder", write_rows(tmp_path / "rows.jsonl", [*rows_of("classify")])
+    whole = make_architecture(tmp_path / "whole", "t5", "none", tokenizer_for("t5"))
+    T5EncoderModel.from_pretrained(whole).save_pretrained(model)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(model)
+    chosen = {"task": "classify", "model.name_or_path": model, "data.dataset_name": rows}
+    capsys.readouterr()
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
+    assert sentence(capsys) == (
+        f"sansgpu: {model} contains only an encoder, but a T5ForSequenceClassification also has a decoder; choose "
+        "another model or task."
+    )
+
+
+def test_a_model_that_compares_the_vectors_of_tokens_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    """ColBERT's folders have a Dense module for the vectors of tokens, and no pooling."""
+    model, rows = tmp_path / "model", write_rows(tmp_path / "rows.jsonl", [*rows_of("embed")])
+    copytree(model_folder("bert"), model)
+    modules = ("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense")
+    (model / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in modules]))
+    chosen = {"task": "embed", "model.name_or_path": model, "data.dataset_name": rows}
+    capsys.readouterr()
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
+    assert sentence(capsys).startswith(f"sansgpu: {model}/modules.json names no Pooling, because the model compares ")
 
 
 def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: Path, capsys: Captured) -> None:

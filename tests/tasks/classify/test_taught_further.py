@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,19 @@ def test_an_adapter_keeps_its_labels_and_gets_no_new_ones(tmp_path: Path, classi
         assert taught(tmp_path, adapter, ["a", "b"], model__adapter=change)[0] == ["c", "b", "a"]
     with pytest.raises(ConfigError, match=r"is an adapter with the labels c, b, a, and cannot get new ones \(d\)"):
         taught(tmp_path, adapter, ["a", "d"], model__adapter="continue")
+
+
+def test_a_reranker_that_compares_two_logits_gets_a_new_head_with_a_note(tmp_path: Path) -> None:
+    folder = tmp_path / "reranker"
+    shutil.copytree(model_folder("qwen3"), folder)
+    modules = [
+        {"type": f"sentence_transformers.cross_encoder.modules.{kind}"} for kind in ("Transformer", "LogitScore")
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "text_pair": f"b {n}", "label": n / 9} for n in range(9)])
+    chosen = {"task": "classify", "model.name_or_path": folder, "data.dataset_name": rows}
+    _, corpus = Classify.prepare(load_config(None, overrides(TINY, chosen))[0], tmp_path, lambda *_: None)
+    assert (
+        f"{folder} scores pairs of texts by the logits of two tokens; these scores and its prompts are not used, and a "
+        "new head is trained."
+    ) in corpus.notes

@@ -14,6 +14,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
+from tools.tiny_architectures import make_architecture, tokenizer_for
 from transformers import AutoModel
 
 from sansgpu.cli import run as cli
@@ -104,6 +105,15 @@ def test_sentence_transformers_and_transformers_load_the_final_folder(
     with torch.no_grad():
         AutoModel.from_pretrained(run / "final")(torch.tensor([[5, 6, 7]]))
     assert "SentenceTransformer" in (run / "final/README.md").read_text(encoding="utf-8")
+
+
+def test_of_an_encoder_with_a_decoder_only_the_encoder_embeds(home: Path, tmp_path: Path) -> None:
+    model = make_architecture(tmp_path / "t5", "t5", "none", tokenizer_for("t5"))
+    run = tmp_path / "run"
+    assert cli([*command(home, "t5", model__name_or_path=model)[:-1], str(run)]) == 0
+    expected = SentenceTransformer(str(run / "final"), device="cpu").encode(TEXTS)
+    np.testing.assert_allclose(vectors(run / "final", home, tmp_path / "vectors.npy"), expected, atol=1e-5)
+    assert not any("decoder" in name for name in load_weights(run / "final/model.safetensors"))
 
 
 def test_a_sentence_transformers_folder_is_fine_tuned_as_it_is(home: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -166,6 +166,15 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
 
+def retrieval_adapters(folder: Path) -> tuple[Path, Path] | None:
+    """Returns the adapters for queries and for passages inside a model's folder, as of Jina Embeddings v3, if any."""
+    for separator in "._":
+        query, passage = (folder / f"retrieval{separator}{kind}" for kind in ("query", "passage"))
+        if is_adapter_folder(query) and is_adapter_folder(passage):
+            return query, passage
+    return None
+
+
 def adapter_folder(model: ModelConfig) -> Path | None:
     """Returns the folder of a model that is only an adapter, downloaded if it is on the Hub; None for other models."""
     name = str(model.name_or_path)

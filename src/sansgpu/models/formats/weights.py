@@ -188,6 +188,40 @@ def placeholders(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict
     return {name: torch.empty((), dtype=dtype).expand(tensor.shape) for name, tensor in stored.items()}
 
 
+def merged_sources(
+    model: nn.Module, stored: Mapping[str, StoredTensor], given: Mapping[str, torch.Tensor], new: set[str]
+) -> set[str]:
+    """Returns the names of the stored tensors from which transformers computes weights, such as those of experts.
+
+    Empty if each weight of the model, except the `new` ones, is a stored tensor whose placeholder is in `given`.
+    """
+    sources = _sources(model, stored, given, new)
+    if None not in sources.values():
+        return set()
+    taken = {id(source) for source in sources.values()}
+    return {name for name in given if id(stored[name]) not in taken}
+
+
+def _sources(
+    model: nn.Module, stored: Mapping[str, StoredTensor], given: Mapping[str, torch.Tensor], new: set[str]
+) -> dict[str, StoredTensor | None]:
+    """Returns the stored tensor of each weight by name, without `new` ones; None if transformers has computed it."""
+    by_place = {tensor.data_ptr(): stored[name] for name, tensor in given.items()}
+    found: dict[str, StoredTensor | None] = {}
+    for name, tensor in _weights(model).items():
+        if name not in new:
+            source = by_place.get(tensor.data_ptr()) or stored.get(name)
+            found[name] = source if source is not None and source.shape == tuple(tensor.shape) else None
+    return found
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters of a model and the buffers that its files contain, by name."""
+    persistent = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    return dict([*model.named_parameters(), *buffers])
+
+
 def fill(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
@@ -197,24 +231,14 @@ def fill(
 ) -> None:
     """Replaces the placeholders `given` to transformers with the stored tensors.
 
-    Skips `new`, the names of weights that transformers initialized. Raises ConfigError if transformers has replaced a
-    placeholder with a tensor computed from it.
+    Skips `new`, the names of weights that transformers initialized, and weights that it computed from others.
     """
-    by_place = {tensor.data_ptr(): stored[name] for name, tensor in given.items()}
-    matrices = quantizable_matrices(model)
-    persistent = model.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
-    for name, tensor in [*model.named_parameters(), *buffers]:
-        if name in new:
-            continue
-        source = by_place.get(tensor.data_ptr()) or stored.get(name)
-        if source is None:
-            folder = "use the model's Hugging Face folder instead of the GGUF file, and " if precision == "file" else ""
-            raise ConfigError(
-                f"transformers computes {name} from several weights, so the model cannot be loaded weight by weight; "
-                f"{folder}set model.base_precision=auto."
-            )
+    matrices, weights = quantizable_matrices(model), _weights(model)
+    for name, source in _sources(model, stored, given, new).items():
+        tensor = weights[name]
         matrix = matrices.get(id(tensor))
+        if source is None:
+            source = as_stored(tensor.data)
         weight = None if matrix is None else _quantized(source, matrix, precision)
         if matrix is not None and weight is not None:
             matrix.quantize(weight)

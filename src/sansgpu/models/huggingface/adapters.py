@@ -21,11 +21,11 @@ from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base,
 from sansgpu.models.frozen_layers import FrozenLayers
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.adapter_config import require_lora, stored_lora_config, write_adapter_config
+from sansgpu.models.huggingface.loaded_weights import is_inside
 from sansgpu.models.huggingface.merging import adapted_layers, has_bias, merge_adapter, require_known_biases
 from sansgpu.models.huggingface.pretrained import (
     Head,
     configure_for_training,
-    is_inside,
     load_pretrained,
     merges_adapter,
     plain_name,

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
@@ -60,7 +61,13 @@ class _TransformersCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.append(key_states, value_states, layer_idx)
+        widths = key_states.shape[-1], value_states.shape[-1]
+        if widths[0] == widths[1]:
+            return self._cache.append(key_states, value_states, layer_idx)
+        # Latent attention caches two parts of different widths; the cache has one, so the narrower part is widened.
+        wide = [F.pad(part, (0, max(widths) - part.shape[-1])) for part in (key_states, value_states)]
+        keys, values = self._cache.append(*wide, layer_idx)
+        return keys[..., : widths[0]], values[..., : widths[1]]
 
     @property
     def places(self) -> torch.Tensor:

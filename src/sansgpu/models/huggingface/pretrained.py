@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,8 +16,16 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.formats.folders import adapter_folder, base_of, gguf_parts, write_folder_atomically
-from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
+from sansgpu.models.formats.weights import (
+    BasePrecision,
+    StoredTensor,
+    fill,
+    merged_sources,
+    placeholders,
+    random_weights,
+)
 from sansgpu.models.generation.answer_end import EndTokens, end_tokens, token_ids
+from sansgpu.models.huggingface.loaded_weights import keep_rows_of_labels, require_weights
 from sansgpu.models.huggingface.older_versions import complete_config
 from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens, towers_of
 from sansgpu.models.huggingface.source import (
@@ -114,43 +122,19 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
             f"{model.name_or_path} is an encoder, whose tokens attend to later ones, but this needs a decoder; train "
             "it with task classify, tokens, qa or embed."
         )
-    _keep_rows_of_labels(loaded, model, known, head.labels)
-    missing = (key for key in new if head.type == "causal" or not _may_be_new(loaded, key))
-    if (first := min(missing, default=None)) is not None:
-        if all(name in new for name, _ in loaded.named_parameters()):
-            raise ConfigError(
-                f"{model.name_or_path} has none of the weights of a {type(loaded).__name__}, which transformers names "
-                "in a different way; choose another model or task."
-            )
-        raise ConfigError(
-            f"{model.name_or_path}: the weights do not match config.json, because {first} is missing or has a "
-            "different shape; download or export the model again."
-        )
+    keep_rows_of_labels(loaded, model, known, head.labels)
+    require_weights(loaded, model, new, allows_new_head=head.type != "causal")
     return configure_for_training(loaded, model)
 
 
-def _keep_rows_of_labels(
-    loaded: PreTrainedModel, model: ModelConfig, known: Sequence[str], labels: Sequence[str]
-) -> None:
-    """Copies the rows of the stored head to the labels of the same name, if a classifier's labels change."""
-    kept = [(row, known.index(name)) for row, name in enumerate(labels) if name in known]
-    if tuple(known) == tuple(labels) or not kept:
-        return
-    rows, stored_rows = map(list, zip(*kept, strict=True))
-    try:
-        stored = stored_weights(model)
-    except ConfigError:
-        raise ConfigError(
-            f"{model.name_or_path} has no model.safetensors, from which its labels {', '.join(known)} could be kept; "
-            "save the model with transformers, or rename the labels to train a new head."
-        ) from None
-    with torch.no_grad():
-        for name, parameter in loaded.named_parameters():
-            before = stored.get(name)
-            if is_inside(loaded, name) or before is None or before.shape != (len(known), *parameter.shape[1:]):
-                continue
-            if len(parameter) == len(labels):
-                parameter[rows] = before.read().to(parameter.dtype)[stored_rows]
+def _auto_class(head: Head, config: PreTrainedConfig) -> Any:
+    """Returns the class of transformers that loads a model. Without a head, T5 and its relatives have no decoder."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+
+    encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type, "")
+    is_part = head.type == "none" and encoder.endswith("EncoderModel")
+    return getattr(transformers, "AutoModelForTextEncoding" if is_part else AUTO_CLASSES[head.type])
 
 
 def _load(
@@ -160,9 +144,7 @@ def _load(
 
     Also returns the names of the weights that were newly initialized, because they are missing or have another shape.
     """
-    import transformers
-
-    loader: Any = getattr(transformers, AUTO_CLASSES[head.type])
+    loader: Any = _auto_class(head, options.get("config") or pretrained_config(model))
     if name is None:
         loader = type(_from_config(model, head, options["config"], "meta"))  # Auto classes do not take a state_dict
     with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.type]}"), seeded(seed, "head"):
@@ -183,6 +165,11 @@ def _load_one_by_one(
     given = placeholders(stored, torch.bfloat16)
     options = {"config": config, "state_dict": given, "ignore_mismatched_sizes": True}
     loaded, new = _load(model, head, seed, None, options, torch.bfloat16)
+    if merged := merged_sources(loaded, stored, given, new):
+        del loaded
+        options["state_dict"] = {**given, **{name: stored[name].read() for name in merged}}
+        loaded, new = _load(model, head, seed, None, options, torch.bfloat16)
+        given = {name: tensor for name, tensor in given.items() if name not in merged}
     with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.type]}"):
         fill(loaded, stored, given, precision, new)
     return loaded, new
@@ -218,8 +205,6 @@ def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
 
 
 def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, device: str = "cpu") -> PreTrainedModel:
-    import transformers
-
     head.set_labels(config)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
     with (
@@ -227,7 +212,7 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
         seeded(0, "shape"),
         torch.device(device),
     ):
-        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.type]).from_config(config, **options)
+        built: PreTrainedModel = _auto_class(head, config).from_config(config, **options)
     return _with_frozen_towers(built)
 
 
@@ -282,15 +267,6 @@ def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTr
         if parameter.ndim < 2:  # autocast does not cover biases and norms; a copy also frees the mapped file
             parameter.data = parameter.data.to(torch.float32, copy=True)
     return _with_frozen_towers(loaded)
-
-
-def is_inside(loaded: PreTrainedModel, name: str) -> bool:
-    return name.startswith(loaded.base_model_prefix + ".")
-
-
-def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
-    """Returns True for weights of the head and the pooler, which a pretrained model may not have."""
-    return "pooler." in name or not (loaded.base_model is loaded or is_inside(loaded, name))
 
 
 def weights_fingerprint(model: ModelConfig) -> str:

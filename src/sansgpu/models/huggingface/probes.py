@@ -304,13 +304,16 @@ def window_of(model: PreTrainedModel) -> int | None:
 
 
 def sees_later_tokens(model: PreTrainedModel) -> bool:
-    """Returns True if a token changes the logits of earlier ones, as in an encoder. Runs only models that may do so."""
+    """Returns True if a token changes the outputs of earlier ones, as in an encoder. Runs only models that may do so.
+
+    These are the outputs before the head, whose weights may be missing and thus uninitialized.
+    """
     if has_causal_attention(model):
         return False
     copies = copies_for_kernels(PROBE_SHORT)
     tokens = probe_tokens(model, 2 * PROBE_SHORT).repeat(copies, 1)
     with torch.no_grad(), autocast_of(model):
-        part, whole = (model(ids).logits.float() for ids in (tokens[:, :PROBE_SHORT], tokens))
+        part, whole = (body_of(model)(ids)[0].float() for ids in (tokens[:, :PROBE_SHORT], tokens))
     return _relative_error(part, whole[:, :PROBE_SHORT]) > _tolerance(model)  # False for weights that are NaN
 
 

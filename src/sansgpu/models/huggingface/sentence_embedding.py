@@ -88,8 +88,13 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
     modules = _modules(file)
     if STATIC in dict(modules):
         raise ConfigError(f"{model.name_or_path} is a static embedding model; set task to static to train it.")
-    known = ("Transformer", "Pooling", "Dense", "Normalize")
-    _require_modules(file, modules, known, ", or delete it to use only the transformer")
+    known, remedy = ("Transformer", "Pooling", "Dense", "Normalize"), ", or delete it to use only the transformer"
+    _require_modules(file, modules, known, remedy)
+    if "Dense" in dict(modules) and "Pooling" not in dict(modules):
+        raise ConfigError(
+            f"{file} names no Pooling, because the model compares the vectors of single tokens (late interaction, as "
+            f"in ColBERT), which sansgpu does not support; choose another model{remedy}."
+        )
     return _layout(find, modules)
 
 
@@ -98,12 +103,12 @@ def is_static_folder(folder: Path) -> bool:
     return (folder / MODULES).is_file() and STATIC in dict(_modules(folder / MODULES))
 
 
-def scores_by_logits(folder: Path) -> bool:
-    """Returns whether a folder is a decoder that scores pairs of texts by the logits of two tokens, such as yes and no.
+def scores_by_logits(modules: Path | None) -> bool:
+    """Returns whether a model scores pairs of texts by the logits of two tokens, such as yes and no.
 
-    Raises ConfigError if its modules.json is damaged.
+    `modules` is the path of its modules.json, which may not exist. Raises ConfigError if it is damaged.
     """
-    return (folder / MODULES).is_file() and LOGIT_SCORE in dict(_modules(folder / MODULES))
+    return modules is not None and modules.is_file() and LOGIT_SCORE in dict(_modules(modules))
 
 
 def read_static_layout(folder: Path) -> tuple[EmbeddingLayout, Path]:

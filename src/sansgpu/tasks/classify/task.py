@@ -22,7 +22,8 @@ from sansgpu.data.split import describe_leak, describe_split
 from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
-from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.models.huggingface.sentence_embedding import MODULES, scores_by_logits
+from sansgpu.models.huggingface.source import model_file, pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
@@ -67,6 +68,11 @@ class Classify(Predicts, FineTuningTask):
         labels = with_labels_of_model(find_labels(texts, data, sources.train.name, columns.labels), config)
         notes += [f"{numbered}, {labels.shown}."] if numbered else []
         notes += labels.notes
+        if scores_by_logits(model_file(config.model, MODULES)):
+            notes.append(
+                f"{config.model.name_or_path} scores pairs of texts by the logits of two tokens; these scores and its "
+                "prompts are not used, and a new head is trained."
+            )
         config = with_labels(config, labels)
         split = None
         if sources.validation is not None:
