@@ -178,8 +178,9 @@ def unfused_attention(
 ) -> torch.Tensor:
     """Computes attention with other scores, with PyTorch's kernels.
 
-    With `sinks` (H,), each query also has the score of its head's sink, which has no value, as in gpt-oss. Takes and
-    returns the same shapes as `attention`.
+    `softcap` is that of `attention`. With `sinks` (H,), each query also has the score of its head's sink, which has no
+    value, as in gpt-oss. Takes and returns the same shapes as `attention`.
+
     Each block of queries is multiplied only with the keys that any of them sees, so that a long row of packed documents
     does not take memory for all pairs of its tokens.
     """
@@ -192,9 +193,9 @@ def unfused_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         visible = visible_keys(own - first, end - first)
-        scores = scores.float().masked_fill(~visible, float("-inf"))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible, float("-inf"))
         if sinks is not None:
-            own_sinks = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+            own_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, own_sinks), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : end - first]
         weights = weights.nan_to_num() * visible  # queries without keys give zeros
