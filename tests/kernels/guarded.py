@@ -52,12 +52,15 @@ class GuardedCalls:
                     continue
                 flat[values.data_ptr()] = max(values, flat.get(values.data_ptr(), values), key=len)
         moved = {place: Guarded(values.nbytes).tensor(values, self._at_end) for place, values in flat.items()}
+        before = {place: values.clone() for place, values in flat.items()}
         result = self._call(
             name, *(moved.get(a.data_ptr(), a) if isinstance(a, torch.Tensor) else a for a in arguments)
         )
         for place, values in flat.items():
-            if not torch.equal(values.view(torch.uint8), moved[place].view(torch.uint8)):  # inputs may overlap outputs
-                values.copy_(moved[place])
+            # Only what the kernel has changed, because tensors may overlap, such as views of every second row.
+            old, new = before[place].view(torch.uint8), moved[place].view(torch.uint8)
+            if not torch.equal(old, new):
+                torch.where(old == new, values.view(torch.uint8), new, out=values.view(torch.uint8))
         return result
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels import attention as attention_module
@@ -18,6 +18,7 @@ from tests.kernels.updates import adamw
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
+SOFTCAPS = st.sampled_from([None, 0.3, 5.0, 50.0])
 RANDOM = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -39,11 +40,13 @@ def assert_near(ours: list[torch.Tensor], reference: list[torch.Tensor], dtype: 
 @RANDOM
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 300), st.sampled_from([2, 8, 16, 64]),
-    st.booleans(), st.sampled_from([0.0, 0.02, 0.3]), DTYPES, st.integers(0, 99),
+    st.booleans(), st.sampled_from([0.0, 0.02, 0.3]), SOFTCAPS, DTYPES, st.integers(0, 99),
 )  # fmt: skip
+@example(1, 2, 1, 290, 16, True, 0.0, 0.3, torch.float32, 0)  # several blocks of queries and of keys
+@example(1, 1, 2, 290, 16, False, 0.02, 50.0, torch.bfloat16, 0)
 def test_attention(
     kernels: str, batch: int, groups: int, kv_heads: int, time: int, dim: int, causal: bool, edges: float,
-    dtype: torch.dtype, seed: int,
+    softcap: float | None, dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, groups * kv_heads, time, dim), (batch, kv_heads, time, dim), (batch, kv_heads, time, dim)]
@@ -51,15 +54,16 @@ def test_attention(
     weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     documents = (torch.rand(batch, time, generator=generator) < edges).cumsum(1)
     ranges = (causal_ranges if causal else bidirectional_ranges)(documents)
-    ours = with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges), weight)
-    exact = with_gradients([t.double() for t in inputs], lambda q, k, v: reference_attention(q, k, v, ranges), weight)
+    ours = with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges, softcap=softcap), weight)
+    wide = [t.double() for t in inputs]
+    exact = with_gradients(wide, lambda q, k, v: reference_attention(q, k, v, ranges, softcap=softcap), weight)
     assert_near(ours, exact, dtype)
 
 
 @RANDOM
-@given(st.integers(1, 70), st.integers(1, 150), DTYPES, st.integers(0, 99))
+@given(st.integers(1, 70), st.integers(1, 150), SOFTCAPS, DTYPES, st.integers(0, 99))
 def test_attention_of_few_queries_to_any_ranges_of_keys(
-    kernels: str, queries: int, keys: int, dtype: torch.dtype, seed: int
+    kernels: str, queries: int, keys: int, softcap: float | None, dtype: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(2, 3, time, 16, generator=generator).to(dtype) for time in (queries, keys, keys)]
@@ -68,15 +72,18 @@ def test_attention_of_few_queries_to_any_ranges_of_keys(
     ranges[..., 1].clamp_(min=1)
     ranges[..., 0].clamp_(max=keys - 1)
     ranges[..., 1] = ranges[..., 1].maximum(ranges[..., 0] + 1)  # a softmax over no keys has no gradient
-    ours = with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges.int()), weight)
-    exact = with_gradients([t.double() for t in inputs], lambda q, k, v: reference_attention(q, k, v, ranges), weight)
+    ours = with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges.int(), softcap=softcap), weight)
+    wide = [t.double() for t in inputs]
+    exact = with_gradients(wide, lambda q, k, v: reference_attention(q, k, v, ranges, softcap=softcap), weight)
     assert_near(ours, exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("groups", "kv_heads", "edges"), [(1, 3, 0.0), (3, 2, 0.01), (4, 1, 0.0)])
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "edges", "softcap"), [(1, 3, 0.0, None), (3, 2, 0.01, 2.0), (4, 1, 0.0, None)]
+)
 def test_attention_over_many_keys_does_not_depend_on_the_threads(
-    native_kernels: str, groups: int, kv_heads: int, edges: float, dtype: torch.dtype
+    native_kernels: str, groups: int, kv_heads: int, edges: float, softcap: float | None, dtype: torch.dtype
 ) -> None:
     generator, time = torch.Generator().manual_seed(groups), 840  # four blocks of keys
     shapes = [(1, groups * kv_heads, time, 32), (1, kv_heads, time, 32), (1, kv_heads, time, 32)]
@@ -86,9 +93,10 @@ def test_attention_over_many_keys_does_not_depend_on_the_threads(
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5, 5):
         torch.set_num_threads(threads)
-        results.append(with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges), weight))
+        results.append(with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges, softcap=softcap), weight))
     torch.set_num_threads(before)
-    exact = with_gradients([t.double() for t in inputs], lambda q, k, v: reference_attention(q, k, v, ranges), weight)
+    wide = [t.double() for t in inputs]
+    exact = with_gradients(wide, lambda q, k, v: reference_attention(q, k, v, ranges, softcap=softcap), weight)
     assert_near(results[0], exact, dtype)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))

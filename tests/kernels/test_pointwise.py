@@ -1,17 +1,28 @@
 """Compares norms, rotary embedding and activations with float64 code at random shapes, forward and backward."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
-from sansgpu.kernels.pointwise import dropout, gelu, gelu_tanh, relu, relu_squared, swiglu
-from sansgpu.kernels.rotary import rotate, rotate_heads
+from sansgpu.kernels.pointwise import (
+    Activation,
+    dropout,
+    gated,
+    gated_half,
+    gelu,
+    gelu_tanh,
+    relu,
+    relu_squared,
+    swiglu,
+)
+from sansgpu.kernels.rotary import rotate, rotate_heads, rotate_joined
 
 TOLERANCE = {
     torch.float32: 2e-6,
@@ -145,6 +156,30 @@ def test_activation(
         assert torch.all((mine[0].double() - value).abs() <= unit * value.abs() + 2e-6)  # type: ignore[operator]
 
 
+GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SWIGLU: F.silu,
+    Activation.GEGLU: F.gelu,
+    Activation.GEGLU_TANH: lambda gate: F.gelu(gate, approximate="tanh"),
+}
+
+
+@RANDOM
+@given(st.sampled_from([*GATES]), st.integers(0, 40), st.integers(1, 1500), st.booleans(), DTYPES, st.integers(0, 99))
+@example(Activation.GEGLU, 20, 3000, True, torch.float32, 0)  # rows that are longer than chunks, in several units
+def test_gated_activations(
+    kernels: str, activation: Activation, rows: int, width: int, joined: bool, dtype: torch.dtype, seed: int
+) -> None:
+    inputs = [drawn(rows, 1, 2 * width, seed=seed, dtype=dtype)]
+    inputs = inputs if joined else list(inputs[0].chunk(2, dim=-1))
+
+    def exact(*given: torch.Tensor) -> object:
+        gate, up = given if len(given) > 1 else given[0].chunk(2, dim=-1)
+        return GATES[activation](gate) * up
+
+    mine = results(partial(gated_half if joined else gated, activation), inputs, seed)
+    assert_near(mine, results(exact, [t.double() for t in inputs], seed), TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [swiglu, gelu_tanh, gelu, relu_squared, relu])
 def test_nan_reaches_the_activation_and_its_gradient(
@@ -189,6 +224,29 @@ def test_rotary(
     assert [t.dtype for t in mine[:4]] == [dtype] * 4
     tolerance = 1e-4 if dtype == torch.float32 else 8e-3
     assert_near(mine, results(exact, [t.double() for t in (*inputs, *weights)], seed), tolerance)
+
+
+@RANDOM
+@given(
+    st.integers(1, 3), st.integers(1, 20), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40), st.booleans(),
+    DTYPES, st.integers(0, 99),
+)  # fmt: skip
+def test_rotary_of_joined_projections(
+    kernels: str, batch: int, time: int, groups: int, kv_heads: int, half: int, shared: bool, dtype: torch.dtype,
+    seed: int,
+) -> None:  # fmt: skip
+    heads = [groups * kv_heads, kv_heads, kv_heads]
+    qkv = drawn(batch, time, sum(heads), 2 * half, seed=seed, dtype=dtype)
+    angles = drawn(1 if shared else batch, 1, time, 2 * half, seed=seed)
+    cos, sin = angles.cos(), angles.sin()
+
+    def exact(qkv: torch.Tensor) -> object:
+        q, k, v = (t.transpose(1, 2) for t in qkv.split(heads, dim=2))
+        return rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
+
+    mine = results(lambda qkv: rotate_joined(qkv, *heads[:2], cos, sin), [qkv], seed)
+    assert [t.dtype for t in mine] == [dtype] * 4
+    assert_near(mine, results(exact, [qkv.double()], seed), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

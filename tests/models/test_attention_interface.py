@@ -80,7 +80,7 @@ def test_logits_and_gradients_are_the_models_own(name: str, padding: str | None)
         torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-4)
 
 
-UNFUSED = {
+OTHER_SCORES = {
     "softcap": lambda: transformers.Gemma2Config(
         **SMALL, sliding_window=5, attn_logit_softcapping=0.3, attention_dropout=0
     ),
@@ -90,18 +90,18 @@ UNFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", UNFUSED)
+@pytest.mark.parametrize("name", OTHER_SCORES)
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 def test_other_scores_and_gradients_are_the_models_own(name: str, padding: str | None) -> None:
     mask, found = torch.ones(3, 20, dtype=torch.int64) if padding is None else padded(padding), []
     for ours in (False, True):
         torch.manual_seed(0)
-        made = transformers.AutoModelForCausalLM.from_config(UNFUSED[name](), attn_implementation="eager").eval()
+        made = transformers.AutoModelForCausalLM.from_config(OTHER_SCORES[name](), attn_implementation="eager").eval()
         with torch.no_grad():
             for sinks in (p for key, p in made.named_parameters() if key.endswith("sinks")):
                 sinks.copy_(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
         if ours:
-            assert not use_our_attention(made)  # because PyTorch's kernels compute it
+            assert use_our_attention(made) == (name == "softcap")  # PyTorch's kernels compute sinks
             assert made.config._attn_implementation == NAME
         made(input_ids=tokens(), attention_mask=mask).logits[mask.bool()].square().sum().backward()
         found.append([p.grad for p in made.parameters() if p.grad is not None])

@@ -115,11 +115,13 @@ def reference_attention(
     ranges: torch.Tensor,
     dropout_mask: torch.Tensor | None = None,
     decay: Decay | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Computes softmax(q k^T / sqrt(d)) v over the keys in range, in any dtype. Queries without keys give zeros.
 
     q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2); `dropout_mask` (B, H, T, S) holds factors of the
-    attention weights, 0 or 1 / (1 - dropout); `decay` changes scores before the softmax. Returns (B, H, T, d).
+    attention weights, 0 or 1 / (1 - dropout); `decay` or `softcap` changes scores before the softmax. Returns
+    (B, H, T, d).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -127,6 +129,8 @@ def reference_attention(
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if decay is not None:
         scores = decay.decayed(scores, visible)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1).nan_to_num().to(v.dtype) * visible
     return (weights if dropout_mask is None else weights * dropout_mask) @ v
 
@@ -138,19 +142,24 @@ def attention(
     ranges: torch.Tensor,
     dropout: float = 0.0,
     decay: Decay | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Computes `reference_attention` with the fastest kernel available; dropout draws from torch's generator.
 
-    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). Raises IndexError if a query
-    sees a key at a distance for which `decay.table` has no entry.
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). With `softcap`, scores s become
+    softcap * tanh(s / softcap), as in Gemma 2; it excludes `decay`. Raises IndexError if a query sees a key at a
+    distance for which `decay.table` has no entry.
     """
+    _require(decay is None or softcap is None, "either a decay or a soft cap")
     if library.takes(q) and q.shape[-1] % 2 == 0:
         table, nodes, added = None, None, False
         if decay is not None:  # the kernel applies it before it divides scores by sqrt(d)
             table = (decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)).contiguous()
             nodes, added = decay.nodes.contiguous(), decay.added
-        options = _AttentionOptions(ranges.contiguous(), dropout, draw_seed(dropout), nodes, added)
+        options = _AttentionOptions(ranges.contiguous(), dropout, draw_seed(dropout), nodes, added, softcap or 0.0)
         return cast(torch.Tensor, _AttentionFunction.apply(q, k, v, table, options))
+    if softcap is not None:
+        return unfused_attention(q, k, v, ranges, softcap, dropout=dropout)
     if decay is None:
         visible, grouped = visible_keys(ranges, k.shape[2]), q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, visible, dropout, enable_gqa=grouped)
@@ -169,8 +178,9 @@ def unfused_attention(
 ) -> torch.Tensor:
     """Computes attention with other scores, with PyTorch's kernels.
 
-    With `softcap`, scores s become softcap * tanh(s / softcap), as in Gemma 2. With `sinks` (H,), each query also has
-    the score of its head's sink, which has no value, as in gpt-oss. Takes and returns the same shapes as `attention`.
+    `softcap` is that of `attention`. With `sinks` (H,), each query also has the score of its head's sink, which has no
+    value, as in gpt-oss. Takes and returns the same shapes as `attention`.
+
     Each block of queries is multiplied only with the keys that any of them sees, so that a long row of packed documents
     does not take memory for all pairs of its tokens.
     """
@@ -183,9 +193,9 @@ def unfused_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         visible = visible_keys(own - first, end - first)
-        scores = scores.float().masked_fill(~visible, float("-inf"))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible, float("-inf"))
         if sinks is not None:
-            own_sinks = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+            own_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, own_sinks), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : end - first]
         weights = weights.nan_to_num() * visible  # queries without keys give zeros
@@ -201,6 +211,7 @@ class _AttentionOptions(NamedTuple):
     seed: torch.Tensor
     nodes: torch.Tensor | None
     added: bool
+    softcap: float  # 0: no cap
 
 
 class _AttentionFunction(torch.autograd.Function):
@@ -219,11 +230,11 @@ class _AttentionFunction(torch.autograd.Function):
         sizes = _sizes(q, k, v)
         _check(sizes, table, options)
         out, lse = q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        ranges, dropout, seed, nodes, added = options
+        ranges, dropout, seed, nodes, added, softcap = options
         entries = 0 if table is None else table.shape[1]
         status = library.call(
             "attention_forward", q.dtype == torch.bfloat16, sizes, *_strided(q), *_strided(k), *_strided(v), ranges,
-            dropout, seed, nodes, table, entries, added, *_strided(out), lse,
+            dropout, seed, nodes, table, entries, added, softcap, *_strided(out), lse,
         )  # fmt: skip
         if status != constants()["ATTENTION_OK"]:
             message = next(text for name, text in _ERROR_MESSAGES.items() if constants()[name] == status)
@@ -235,14 +246,14 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, table = ctx.saved_tensors
-        ranges, dropout, seed, nodes, added = ctx.options
+        ranges, dropout, seed, nodes, added, softcap = ctx.options
         grad_out = _aligned(grad_outputs[0].transpose(1, 2).to(q.dtype))
         grads = [torch.empty_like(t) for t in (q, k, v)]  # strided like q, k and v, so that autograd need not copy
         table_grad, entries = (None, 0) if table is None else (torch.empty_like(table), table.shape[1])
         library.call(
             "attention_backward", q.dtype == torch.bfloat16, ctx.sizes, *_strided(grad_out), *_strided(q),
             *_strided(k), *_strided(v), *_strided(out), lse, ranges, dropout, seed, nodes, table, entries, added,
-            *_strided(grads[0]), *_strided(grads[1]), *_strided(grads[2]), table_grad,
+            softcap, *_strided(grads[0]), *_strided(grads[1]), *_strided(grads[2]), table_grad,
         )  # fmt: skip
         return (*(grad.transpose(1, 2) for grad in grads), table_grad, None)
 

@@ -82,9 +82,12 @@ SANSGPU_CONSTANT(GELU_TANH, 1);
 SANSGPU_CONSTANT(GELU, 2);
 SANSGPU_CONSTANT(RELU_SQUARED, 3);
 SANSGPU_CONSTANT(RELU, 4);
-SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N);
+SANSGPU_CONSTANT(GEGLU, 5);
+SANSGPU_CONSTANT(GEGLU_TANH, 6);
+SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N,
+    int64_t width, int64_t stride);
 SANSGPU_KERNEL void activation_gradient(int64_t kind, int64_t narrow, const void* grad, const void* x, const void* y,
-    void* x_grad, void* y_grad, void* out, int64_t N);
+    void* x_grad, void* y_grad, void* out, int64_t N, int64_t width, int64_t stride);
 
 // native/norm.cpp
 SANSGPU_KERNEL void residual(const float* x, const void* y, int64_t y_narrow, float* sum, int64_t N, int64_t D,
@@ -101,11 +104,11 @@ SANSGPU_KERNEL void norm_gradient(const void* grad, int64_t grad_narrow, const f
 // native/rotary.cpp
 SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const float* q_weight, const float* k_weight,
     const float* cos, const float* sin, void* q_out, void* k_out, int64_t N, int64_t periods, int64_t q_heads,
-    int64_t k_heads, int64_t d, double eps);
+    int64_t k_heads, int64_t d, int64_t q_time, int64_t k_time, double eps);
 SANSGPU_KERNEL void rotary_gradient(int64_t narrow, const void* q_grad, const void* k_grad, const void* q,
     const void* k, const float* q_weight, const float* k_weight, const float* cos, const float* sin, void* to_q,
     void* to_k, float* q_weight_grad, float* k_weight_grad, int64_t N, int64_t periods, int64_t q_heads,
-    int64_t k_heads, int64_t d, double eps);
+    int64_t k_heads, int64_t d, int64_t q_time, int64_t k_time, double eps);
 
 // native/embedding.cpp
 SANSGPU_KERNEL void add_rows(int64_t narrow, int64_t N, int64_t D, int64_t V, const int64_t* indices,
@@ -124,14 +127,14 @@ struct AttentionSizes {
 SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const struct AttentionSizes* sizes, void* q,
     const int64_t* q_strides, void* k, const int64_t* k_strides, void* v, const int64_t* v_strides,
     const int32_t* ranges, double dropout, const int64_t* seed, const int32_t* nodes, const float* table,
-    int64_t entries, int64_t added, void* out, const int64_t* out_strides, float* lse);
+    int64_t entries, int64_t added, double softcap, void* out, const int64_t* out_strides, float* lse);
 
 // native/attention_backward.cpp
 SANSGPU_KERNEL void attention_backward(int64_t narrow, const struct AttentionSizes* sizes, void* grad_out,
     const int64_t* grad_out_strides, void* q, const int64_t* q_strides, void* k, const int64_t* k_strides, void* v,
     const int64_t* v_strides, void* out, const int64_t* out_strides, const float* lse, const int32_t* ranges,
     double dropout, const int64_t* seed, const int32_t* nodes, const float* table, int64_t entries, int64_t added,
-    void* q_grad, const int64_t* q_grad_strides, void* k_grad, const int64_t* k_grad_strides, void* v_grad,
+    double softcap, void* q_grad, const int64_t* q_grad_strides, void* k_grad, const int64_t* k_grad_strides, void* v_grad,
     const int64_t* v_grad_strides, float* table_grad);
 
 // native/delta_rule_forward.cpp

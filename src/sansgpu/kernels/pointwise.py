@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ class Activation(IntEnum):
     GELU = constants()["GELU"]
     RELU_SQUARED = constants()["RELU_SQUARED"]
     RELU = constants()["RELU"]
+    GEGLU = constants()["GEGLU"]
+    GEGLU_TANH = constants()["GEGLU_TANH"]
 
 
 def activate(activation: Activation, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,9 +37,22 @@ def activate(activation: Activation, x: torch.Tensor, y: torch.Tensor | None = N
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up (arXiv 2002.05202); both have the same shape."""
+    return gated(Activation.SWIGLU, gate, up)
+
+
+def gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Computes activation(gate) * up, where the activation is SiLU, GELU or its tanh approximation."""
     if library.takes(gate, up) and gate.dtype == up.dtype and gate.shape == up.shape:
-        return cast(torch.Tensor, _ActivationFunction.apply(Activation.SWIGLU, gate, up))
-    return F.silu(gate) * up
+        return cast(torch.Tensor, _ActivationFunction.apply(activation, gate, up))
+    return _GATES[activation](gate) * up
+
+
+def gated_half(activation: Activation, joined: torch.Tensor) -> torch.Tensor:
+    """Computes `gated` where both inputs are the halves of one tensor, the gate first: (..., 2F) -> (..., F)."""
+    if library.takes(joined):
+        return cast(torch.Tensor, _GatedHalf.apply(activation, joined))
+    gate, up = joined.chunk(2, dim=-1)
+    return _GATES[activation](gate) * up
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -72,6 +88,11 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU_SQUARED: relu_squared,
     Activation.RELU: relu,
 }
+_GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SWIGLU: F.silu,
+    Activation.GEGLU: F.gelu,
+    Activation.GEGLU_TANH: partial(F.gelu, approximate="tanh"),
+}
 
 
 class _ActivationFunction(torch.autograd.Function):
@@ -81,7 +102,7 @@ class _ActivationFunction(torch.autograd.Function):
         ctx.activation = activation
         ctx.save_for_backward(x, y)
         out = torch.empty_like(x)
-        library.call("activation", int(activation), x.dtype == torch.bfloat16, x, y, out, x.numel())
+        library.call("activation", int(activation), x.dtype == torch.bfloat16, x, y, out, *[x.numel()] * 3)
         return out
 
     @staticmethod
@@ -89,8 +110,30 @@ class _ActivationFunction(torch.autograd.Function):
         x, y = ctx.saved_tensors
         x_grad, y_grad = torch.empty_like(x), None if y is None else torch.empty_like(y)
         inputs = (int(ctx.activation), x.dtype == torch.bfloat16, grad_outputs[0].contiguous(), x, y)
-        library.call("activation_gradient", *inputs, x_grad, y_grad, None, x.numel())
+        library.call("activation_gradient", *inputs, x_grad, y_grad, None, *[x.numel()] * 3)
         return None, x_grad, y_grad
+
+
+class _GatedHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, joined: torch.Tensor) -> torch.Tensor:
+        joined = joined.contiguous()
+        ctx.activation = activation
+        ctx.save_for_backward(joined)
+        gate, up = joined.chunk(2, dim=-1)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        sizes = out.numel(), out.shape[-1], joined.shape[-1]
+        library.call("activation", int(activation), joined.dtype == torch.bfloat16, gate, up, out, *sizes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (joined,) = ctx.saved_tensors
+        grad, joined_grad = grad_outputs[0].contiguous(), torch.empty_like(joined)
+        inputs = (int(ctx.activation), joined.dtype == torch.bfloat16, grad, *joined.chunk(2, dim=-1))
+        sizes = grad.numel(), grad.shape[-1], joined.shape[-1]
+        library.call("activation_gradient", *inputs, *joined_grad.chunk(2, dim=-1), None, *sizes)
+        return None, joined_grad
 
 
 def draw_seed(p: float) -> torch.Tensor:

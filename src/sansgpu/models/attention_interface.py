@@ -23,10 +23,10 @@ NAME = "sansgpu"
 def use_our_attention(model: PreTrainedModel) -> bool:
     """Makes a model use our attention interface if it would use SDPA; returns whether our kernel now computes it.
 
-    Softcapped scores and attention sinks are computed with PyTorch's kernels. Other models that do not use SDPA stay
-    unchanged.
+    Attention sinks are computed with PyTorch's kernels. Models that do not use SDPA stay unchanged, except for those
+    with sinks or soft caps, which SDPA does not support.
     """
-    if model.config._attn_implementation != "sdpa" and not _is_unfused(model):
+    if model.config._attn_implementation != "sdpa" and not (_has_sinks(model) or _has_softcap(model)):
         return False
     _register()
     model.set_attn_implementation(NAME)
@@ -48,13 +48,16 @@ def _register() -> None:
 
 def uses_our_attention(model: PreTrainedModel) -> bool:
     """Returns whether our kernel computes the attention of a model."""
-    return bool(model.config._attn_implementation == NAME) and not _is_unfused(model)
+    return bool(model.config._attn_implementation == NAME) and not _has_sinks(model)
 
 
-def _is_unfused(model: PreTrainedModel) -> bool:
-    """Returns True if attention scores are softcapped, or compete with the learned scores of sinks."""
-    is_softcapped = bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
-    return is_softcapped or any("sinks" in module._parameters for module in model.modules())
+def _has_softcap(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def _has_sinks(model: PreTrainedModel) -> bool:
+    """Returns True if attention scores compete with the learned scores of sinks."""
+    return any("sinks" in module._parameters for module in model.modules())
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
@@ -121,8 +124,8 @@ def attention_forward(
         if scaling is not None and scaling * root != 1.0:
             q = q * (scaling * root)
         return (
-            attention(q, k, v, ranges, dropout)
-            if softcap is None and s_aux is None
+            attention(q, k, v, ranges, dropout, softcap=softcap)
+            if s_aux is None
             else unfused_attention(q, k, v, ranges, softcap, s_aux, dropout)
         )
 

@@ -19,8 +19,9 @@ SIZES = {
     "vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
-ENCODERS = ("Bert", "Roberta", "DistilBert", "MPNet", "RobertaPreLayerNorm")
+ENCODERS = ("Bert", "Roberta", "DistilBert", "MPNet", "RobertaPreLayerNorm", "ModernBert", "Gte")
 BERT_LAYERS = {"SelfAttention", "SelfOutput", "Output", "Layer"}
+MODERNBERT = {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 2}
 DISTILBERT = {"dim": 16, "n_heads": 2, "n_layers": 2, "hidden_dim": 40}
 
 
@@ -56,12 +57,40 @@ FUSED: list[tuple[str, dict[str, object], set[str]]] = [
     ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms come after attention and MLP
     ("Olmo2", {"num_key_value_heads": 2}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its head norms are as wide as all heads
     ("Gemma", {}, {"GELUTanh", "GemmaRMSNorm", "GemmaMLP", "GemmaDecoderLayer", "GemmaAttention"}),
-    ("Gemma2", {}, {"GELUTanh", "Gemma2RMSNorm", "Gemma2MLP", "Gemma2DecoderLayer"}),  # its attention is softcapped
+    (
+        "Gemma2",
+        {"attn_logit_softcapping": 0.5},
+        {"GELUTanh", "Gemma2RMSNorm", "Gemma2MLP", "Gemma2DecoderLayer", "Gemma2Attention"},
+    ),
+    (
+        "VaultGemma",
+        {"attn_logit_softcapping": 0.5},
+        {"GELUTanh", "VaultGemmaRMSNorm", "VaultGemmaMLP", "VaultGemmaAttention"},
+    ),
     (
         "Gemma3Text",
         {"num_hidden_layers": 6, "sliding_window": 8},
         {"GELUTanh", "Gemma3RMSNorm", "Gemma3MLP", "Gemma3DecoderLayer", "Gemma3Attention"},
     ),
+    ("Phi3", {}, {"Phi3RMSNorm", "Phi3MLP", "Phi3Attention"}),  # one layer projects queries, keys and values
+    ("Phi3", {"num_key_value_heads": 2}, {"Phi3RMSNorm", "Phi3MLP", "Phi3Attention"}),
+    (
+        "ModernBert",
+        MODERNBERT,
+        {"LayerNorm", "GELUActivation", "ModernBertMLP", "ModernBertAttention", "ModernBertEncoderLayer"},
+    ),
+    (
+        "ModernBertDecoder",
+        MODERNBERT,
+        {
+            "LayerNorm",
+            "GELUActivation",
+            "ModernBertDecoderMLP",
+            "ModernBertDecoderAttention",
+            "ModernBertDecoderLayer",
+        },
+    ),
+    ("Gte", {}, {"LayerNorm", "GELUActivation", "GteMLP", "GteAttention"}),
     ("Nemotron", {}, set()),  # it rotates only half of each head
     ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
     ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),

@@ -5,9 +5,9 @@
 // with the keys in the range of any query of the block. Scores stay in cache and are recomputed in the backward pass
 // (FlashAttention, arXiv 2205.14135). Sums have a fixed order, so that results do not depend on the number of threads.
 //
-// Tokens may be nodes of a graph (kernels/attention.py). Then attention decays with distance: each score, before
-// scaling, is multiplied by (or added to) the entry of the decay table (H, M) for its head and its distance from query
-// to key. Distances are computed on the fly.
+// Scores may have a soft cap. Or tokens may be nodes of a graph (kernels/attention.py). Then attention decays with
+// distance: each score, before scaling, is multiplied by (or added to) the entry of the decay table (H, M) for its head
+// and its distance from query to key. Distances are computed on the fly.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +18,17 @@
 #include "nodes.h"
 #include "parallel.h"
 #include "product.h"
+#include "softcap.h"
 
 namespace sansgpu {
 
 constexpr int64_t QUERIES = 64;  // queries per block; its number of keys is rounded up to a multiple of this
 static_assert(QUERIES % LANES == 0, "scores have whole lanes, and packed keys whole pairs of bf16");
 
-enum Decay { NONE, TIMES, PLUS };
+// How scores are changed before the softmax: not, by a soft cap, or by an entry of the decay table.
+enum Change { NONE, CAP, TIMES, PLUS };
+
+constexpr bool decays(Change change) { return change == TIMES || change == PLUS; }
 
 // A (B, T, heads, d) tensor with a contiguous last dimension and arbitrary strides otherwise.
 template <typename T>
@@ -38,8 +42,11 @@ struct View {
 
 struct Shape : AttentionSizes {
   float scale;
-  explicit Shape(const AttentionSizes& sizes)
-      : AttentionSizes(sizes), scale(1.0f / std::sqrt(static_cast<float>(sizes.d))) {}
+  SoftCap cap;  // of scores before scaling
+  Shape(const AttentionSizes& sizes, double softcap)
+      : AttentionSizes(sizes),
+        scale(1.0f / std::sqrt(static_cast<float>(sizes.d))),
+        cap(static_cast<float>(softcap) / scale) {}
 };
 
 // Returns the smallest range [low, high) that contains the key ranges of all queries in a block.
@@ -81,19 +88,22 @@ struct Graph {
   int64_t entries;  // table entries per head; 0 without decay
 };
 
-template <Decay decay>
+template <Change change>
 inline float decayed(float score, float entry) {
-  return decay == TIMES ? score * entry : score + entry;
+  return change == TIMES ? score * entry : score + entry;
 }
 
-template <typename T, Decay decay>
+template <typename T, Change change>
 struct Kind {};
 
-// Calls run(Kind) with the dtype of q and the kind of decay as template parameters.
+// Calls run(Kind) with the dtype of q and the change of scores as template parameters.
 template <typename F>
-void dispatch(bool narrow, bool decayed, bool added, const F& run) {
+void dispatch(bool narrow, bool capped, bool decayed, bool added, const F& run) {
   const auto of = [&]<typename T>(T) {
-    !decayed ? run(Kind<T, NONE>()) : added ? run(Kind<T, PLUS>()) : run(Kind<T, TIMES>());
+    capped     ? run(Kind<T, CAP>())
+    : !decayed ? run(Kind<T, NONE>())
+    : added    ? run(Kind<T, PLUS>())
+               : run(Kind<T, TIMES>());
   };
   narrow ? of(bf16()) : of(float());
 }

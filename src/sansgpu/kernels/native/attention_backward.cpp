@@ -68,23 +68,27 @@ struct DecayBlock {
 };
 
 // Computes attention weights and score gradients of a (keys, QUERIES) block from its scores and weight gradients.
-template <typename T, Decay decay>
+template <typename T, Change change>
 void weights_and_gradients(const QueryBlock<T>& block, const DecayBlock& with, const float* scores,
-                           const float* weight_grads, int64_t low, int64_t count, int64_t padded, float scale,
+                           const float* weight_grads, int64_t low, int64_t count, int64_t padded, const Shape& s,
                            Dropout dropout, T* weights, T* score_grads) {
-  const float factor = scale * LOG2E;
+  const float scale = s.scale, factor = scale * LOG2E;
+  const SoftCap cap = s.cap;
   for (int64_t j = 0; j < count; ++j) {
     const int32_t key = static_cast<int32_t>(low + j);
     const float *score = scores + j * QUERIES, *weight_grad = weight_grads + j * QUERIES;
-    float p[QUERIES], kept[QUERIES], grad[QUERIES], entries[QUERIES];
+    float p[QUERIES], kept[QUERIES], grad[QUERIES], entries[QUERIES], capped[QUERIES];
     int32_t distances[QUERIES];
-    if constexpr (decay == NONE) {
+    if constexpr (change == NONE) {
       for (int64_t i = 0; i < QUERIES; ++i) p[i] = exp2_nonpositive(score[i] * factor - block.lse[i]);
+    } else if constexpr (change == CAP) {
+      for (int64_t i = 0; i < QUERIES; ++i) capped[i] = cap.value(score[i]);
+      for (int64_t i = 0; i < QUERIES; ++i) p[i] = exp2_nonpositive(capped[i] * factor - block.lse[i]);
     } else {
       with.nodes.distances(key, with.start, QUERIES, with.entries - 1, distances);
       look_up(with.table, distances, QUERIES, entries);
       for (int64_t i = 0; i < QUERIES; ++i)
-        p[i] = exp2_nonpositive(decayed<decay>(score[i], entries[i]) * factor - block.lse[i]);
+        p[i] = exp2_nonpositive(decayed<change>(score[i], entries[i]) * factor - block.lse[i]);
     }
     for (int64_t i = 0; i < QUERIES; ++i) p[i] = (block.first[i] <= key) & (key < block.last[i]) ? p[i] : 0.0f;
     if (dropout.threshold) {
@@ -94,10 +98,12 @@ void weights_and_gradients(const QueryBlock<T>& block, const DecayBlock& with, c
     } else {
       for (int64_t i = 0; i < QUERIES; ++i) grad[i] = p[i] * (weight_grad[i] - block.dot[i]) * scale;
     }
-    if constexpr (decay != NONE) {
+    if constexpr (change == CAP)
+      for (int64_t i = 0; i < QUERIES; ++i) grad[i] *= cap.slope(capped[i]);
+    if constexpr (decays(change)) {
       float by_entry[QUERIES];
-      for (int64_t i = 0; i < QUERIES; ++i) by_entry[i] = decay == TIMES ? grad[i] * score[i] : grad[i];
-      if constexpr (decay == TIMES)
+      for (int64_t i = 0; i < QUERIES; ++i) by_entry[i] = change == TIMES ? grad[i] * score[i] : grad[i];
+      if constexpr (change == TIMES)
         for (int64_t i = 0; i < QUERIES; ++i) grad[i] *= entries[i];
       with.table_grad.add(distances, by_entry);
     }
@@ -149,7 +155,7 @@ struct Sums {
 };
 
 // Computes units of work on one thread.
-template <typename T, Decay decay>
+template <typename T, Change change>
 class KeyBlocks {
  public:
   KeyBlocks(const Backward<T>& pass, Sums& sums)
@@ -169,7 +175,7 @@ class KeyBlocks {
         own_dk_(KEYS * p_.s.d),
         own_dv_(KEYS * p_.s.d),
         table_grad_(p_.graph.entries),
-        nodes_(decay == NONE ? 0 : round_up(p_.s.S, QUERIES)),
+        nodes_(!decays(change) ? 0 : round_up(p_.s.S, QUERIES)),
         queries_(p_.s.d) {}
 
   // Computes the gradients of a head's block `chunk` of keys, and adds its contributions to the gradients of the
@@ -178,7 +184,7 @@ class KeyBlocks {
     const Shape& s = p_.s;
     begin(chunk, head);
     for (int64_t block = 0; block < query_blocks_; ++block) add_queries(block);
-    if constexpr (decay != NONE)
+    if constexpr (decays(change))
       table_grad_.move_to(sums_.table_grads + (chunk * s.B * s.H + head) * p_.graph.entries);
     if (group_ == 1)
       for (int64_t j = 0; j < known_; ++j) {
@@ -199,7 +205,7 @@ class KeyBlocks {
       std::fill(keys_transposed_ + c * padded_ + known_, keys_transposed_ + (c + 1) * padded_, T(0));
     std::fill_n(dk_, known_ * s.d, 0.0f);
     std::fill_n(dv_, known_ * s.d, 0.0f);
-    if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b_ * s.T, s.T, round_up(s.T, QUERIES));
+    if constexpr (decays(change)) nodes_.fill(p_.graph.nodes + 2 * b_ * s.T, s.T, round_up(s.T, QUERIES));
   }
 
   // Adds the contribution of a block of queries to the gradients of the keys. If this block of keys is the last one for
@@ -232,8 +238,8 @@ class KeyBlocks {
                false);
     product<T>(count, QUERIES, s.d, p_.v.at(b_, low, kv_), p_.v.time, queries_.grad_transposed, QUERIES, weight_grads_,
                QUERIES, false);
-    weights_and_gradients<T, decay>(queries_, with, scores_, weight_grads_, low, count, whole, s.scale, p_.dropout,
-                                    weights_, score_grads_);
+    weights_and_gradients<T, change>(queries_, with, scores_, weight_grads_, low, count, whole, s, p_.dropout, weights_,
+                                     score_grads_);
     product<T>(count, s.d, QUERIES, weights_, QUERIES, queries_.grad, s.d, dv_ + place * s.d, s.d, true);
     product<T>(count, s.d, QUERIES, score_grads_, QUERIES, queries_.q, s.d, dk_ + place * s.d, s.d, true);
     pack(score_grads_, QUERIES, whole, whole, QUERIES, packed_);
@@ -267,13 +273,13 @@ class KeyBlocks {
   float *dk_ = nullptr, *dv_ = nullptr;  // gradients of its keys and values
 };
 
-template <typename T, Decay decay>
+template <typename T, Change change>
 void backward(const Backward<T>& pass) {
   const Shape& s = pass.s;
   const int64_t heads = s.B * s.H, chunks = key_blocks(s);
   Sums sums(s, pass.graph.entries);
   parallel_units(heads * chunks, [&](Units& units) {
-    KeyBlocks<T, decay> blocks(pass, sums);
+    KeyBlocks<T, change> blocks(pass, sums);
     for (int64_t unit; units.draw(unit);) blocks.compute(unit / heads, unit % heads);
   });
   if (s.H > s.K) {
@@ -292,14 +298,14 @@ SANSGPU_KERNEL void attention_backward(int64_t narrow, const AttentionSizes* siz
                                        const int64_t* k_strides, void* v, const int64_t* v_strides, void* out,
                                        const int64_t* out_strides, const float* lse, const int32_t* ranges,
                                        double dropout, const int64_t* seed, const int32_t* nodes, const float* table,
-                                       int64_t entries, int64_t added, void* q_grad, const int64_t* q_grad_strides,
-                                       void* k_grad, const int64_t* k_grad_strides, void* v_grad,
-                                       const int64_t* v_grad_strides, float* table_grad) {
-  dispatch(narrow, entries > 0, added, [&]<typename T, Decay decay>(Kind<T, decay>) {
-    backward<T, decay>(Backward<T>{Shape(*sizes), {q, q_strides}, {k, k_strides}, {v, v_strides}, {out, out_strides},
-                                   {grad_out, grad_out_strides}, ranges, lse, Dropout(dropout, *seed),
-                                   {nodes, table, entries}, {q_grad, q_grad_strides}, {k_grad, k_grad_strides},
-                                   {v_grad, v_grad_strides}, table_grad});
+                                       int64_t entries, int64_t added, double softcap, void* q_grad,
+                                       const int64_t* q_grad_strides, void* k_grad, const int64_t* k_grad_strides,
+                                       void* v_grad, const int64_t* v_grad_strides, float* table_grad) {
+  dispatch(narrow, softcap > 0.0, entries > 0, added, [&]<typename T, Change change>(Kind<T, change>) {
+    backward<T, change>(Backward<T>{Shape(*sizes, softcap), {q, q_strides}, {k, k_strides}, {v, v_strides},
+                                    {out, out_strides}, {grad_out, grad_out_strides}, ranges, lse,
+                                    Dropout(dropout, *seed), {nodes, table, entries}, {q_grad, q_grad_strides},
+                                    {k_grad, k_grad_strides}, {v_grad, v_grad_strides}, table_grad});
   });
 }
 

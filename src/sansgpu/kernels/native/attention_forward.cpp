@@ -64,7 +64,7 @@ struct Forward {
 };
 
 // Computes blocks of queries on one thread. Blocks of the same key-value head share its packed keys and values.
-template <typename T, Decay decay>
+template <typename T, Change change>
 class QueryBlocks {
  public:
   explicit QueryBlocks(const Forward<T>& pass)
@@ -78,7 +78,7 @@ class QueryBlocks {
         inverse_(QUERIES),
         entries_(padded_),
         distances_(padded_),
-        nodes_(decay == NONE ? 0 : padded_) {}
+        nodes_(!decays(change) ? 0 : padded_) {}
 
   // Packs the keys and values in the ranges of the queries [top, bottom).
   void pack_keys(int64_t b, int64_t kv, int64_t top, int64_t bottom) {
@@ -89,7 +89,7 @@ class QueryBlocks {
     const int64_t known = std::min(span_, s.S - base_);
     pack_transposed(p_.k.at(b, base_, kv), p_.k.time, known, span_, s.d, keys_);
     pack(p_.v.at(b, base_, kv), p_.v.time, known, span_, s.d, values_);
-    if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b * s.T, s.T, padded_);
+    if constexpr (decays(change)) nodes_.fill(p_.graph.nodes + 2 * b * s.T, s.T, padded_);
   }
 
   // Computes the output of head h for the block of queries that starts at `start`. Its keys must be packed.
@@ -123,7 +123,7 @@ class QueryBlocks {
     const Dropout drop = p_.dropout;  // a local copy, because the compiler cannot rule out that writes alias it
     const int32_t* range = p_.ranges + 2 * (b * p_.s.T + query);
     const int64_t first = std::max<int64_t>(range[0] - low, 0), last = range[1] - low;
-    if (decay != NONE && first < last) apply_decay(h, query, low, first, last, row);
+    if (first < last) change_scores(h, query, low, first, last, row);
     const float scale = p_.s.scale;
     const auto [most, sum] = softmax<T>(row, weights, first, last, width, scale * LOG2E);
     if (drop.threshold && first < last) {
@@ -135,14 +135,22 @@ class QueryBlocks {
     return last > first ? 1.0f / sum : 0.0f;
   }
 
-  // Applies the decay to a query's scores for the keys low + [first, last).
-  void apply_decay(int64_t h, int64_t query, int64_t low, int64_t first, int64_t last, float* row) {
-    const Graph& graph = p_.graph;
+  // Applies the soft cap or the decay to a query's scores for the keys low + [first, last).
+  void change_scores(int64_t h, int64_t query, int64_t low, int64_t first, int64_t last, float* row) {
     const int64_t from = first / LANES * LANES, count = round_up(last, LANES) - from;
+    if constexpr (change == CAP) {
+      const SoftCap cap = p_.s.cap;
+      for (int64_t j = from; j < from + count; ++j) row[j] = cap.value(row[j]);
+    }
+    if constexpr (decays(change)) apply_decay(h, query, low, from, count, row);
+  }
+
+  void apply_decay(int64_t h, int64_t query, int64_t low, int64_t from, int64_t count, float* row) {
+    const Graph& graph = p_.graph;
     nodes_.distances(query, low + from, count, graph.entries - 1, distances_);
     look_up(graph.table + h * graph.entries, distances_, count, entries_);
     const float* entries = entries_;
-    for (int64_t j = 0; j < count; ++j) row[from + j] = decayed<decay>(row[from + j], entries[j]);
+    for (int64_t j = 0; j < count; ++j) row[from + j] = decayed<change>(row[from + j], entries[j]);
   }
 
   const Forward<T>& p_;
@@ -154,13 +162,13 @@ class QueryBlocks {
   int64_t base_ = 0, span_ = 0;  // first packed key, number of packed keys
 };
 
-template <typename T, Decay decay>
+template <typename T, Change change>
 void forward(const Forward<T>& pass) {
   const Shape& s = pass.s;
   const int64_t group = s.H / s.K, heads = s.B * s.K;
   const int64_t tasks = group * divide_up(s.T, QUERIES), chunks = chunks_per_head(heads, tasks);
   parallel_units(heads * chunks, [&](Units& units) {
-    QueryBlocks<T, decay> blocks(pass);
+    QueryBlocks<T, change> blocks(pass);
     for (int64_t unit; units.draw(unit);) {
       const int64_t chunk = chunks - 1 - unit / heads;  // longest first: causal masks give late queries more keys
       const int64_t b = unit % heads / s.K, kv = unit % s.K;
@@ -176,19 +184,19 @@ void forward(const Forward<T>& pass) {
 }  // namespace
 
 // Computes `out`, contiguous (B, T, H, d), and the log-sum-exp of the scores, `lse` (B, H, T). `ranges` is (B, T, 2).
-// With decay, `nodes` is (B, T, 2) and `table` is (H, entries); otherwise they are null. Returns ATTENTION_OK or an
-// error number.
+// With decay, `nodes` is (B, T, 2) and `table` is (H, entries); otherwise they are null. `softcap` is 0 without a cap and
+// with decay. Returns ATTENTION_OK or an error number.
 SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const AttentionSizes* sizes, void* q, const int64_t* q_strides,
                                          void* k, const int64_t* k_strides, void* v, const int64_t* v_strides,
                                          const int32_t* ranges, double dropout, const int64_t* seed,
                                          const int32_t* nodes, const float* table, int64_t entries, int64_t added,
-                                         void* out, const int64_t* out_strides, float* lse) {
-  const Shape s(*sizes);
+                                         double softcap, void* out, const int64_t* out_strides, float* lse) {
+  const Shape s(*sizes, softcap);
   const Graph graph{nodes, table, entries};
   if (const int64_t wrong = check(s, ranges, graph); wrong != ATTENTION_OK) return wrong;
-  dispatch(narrow, entries > 0, added, [&]<typename T, Decay decay>(Kind<T, decay>) {
-    forward<T, decay>(Forward<T>{s, {q, q_strides}, {k, k_strides}, {v, v_strides}, ranges, Dropout(dropout, *seed),
-                                 graph, {out, out_strides}, lse});
+  dispatch(narrow, softcap > 0.0, entries > 0, added, [&]<typename T, Change change>(Kind<T, change>) {
+    forward<T, change>(Forward<T>{s, {q, q_strides}, {k, k_strides}, {v, v_strides}, ranges, Dropout(dropout, *seed),
+                                  graph, {out, out_strides}, lse});
   });
   return ATTENTION_OK;
 }

@@ -14,6 +14,7 @@
 #endif
 
 #include "quantized_rows.h"
+#include "softcap.h"
 
 namespace sansgpu {
 namespace {
@@ -28,15 +29,10 @@ constexpr float MARGIN = 32.0f;
 struct Options {
   float smoothing, z_loss, softcap;  // softcap 0: no capping
 
-  // Returns softcap * tanh(x / softcap). Expresses tanh by exp, so that the loop is vectorized.
-  float capped(float x) const {
-    if (softcap == 0.0f) return x;
-    const float e = exp2_nonpositive(-2.0f * LOG2E / softcap * std::fabs(x));
-    return std::copysign(softcap * (1.0f - e) / (1.0f + e), x);
-  }
+  float capped(float x) const { return softcap == 0.0f ? x : SoftCap(softcap).value(x); }
 
   // Returns the derivative of `capped` at the point where its value is y.
-  float slope(float y) const { return softcap == 0.0f ? 1.0f : 1.0f - (y / softcap) * (y / softcap); }
+  float slope(float y) const { return softcap == 0.0f ? 1.0f : SoftCap(softcap).slope(y); }
 };
 
 // The operands of the output head's matmuls. The weight (V, D) is an Operand or QuantizedRows.

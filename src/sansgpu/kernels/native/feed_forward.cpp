@@ -14,7 +14,7 @@ SANSGPU_KERNEL void feed_forward(int64_t precision, const Matmul* before, int64_
                                  int64_t count_after, int64_t kind, const void* x, const void* y, void* activated,
                                  int64_t N) {
   matmuls(precision, before, count_before);
-  activation(kind, is_narrow(precision), x, y, activated, N);
+  activation(kind, is_narrow(precision), x, y, activated, N, N, N);
   matmuls(precision, after, count_after);
 }
 
@@ -23,7 +23,7 @@ SANSGPU_KERNEL void feed_forward_gradient(int64_t precision, const Matmul* befor
                                           const void* x, const void* y, void* x_grad, void* y_grad, void* activated,
                                           int64_t N) {
   matmuls(precision, before, count_before);
-  activation_gradient(kind, is_narrow(precision), grad, x, y, x_grad, y_grad, activated, N);
+  activation_gradient(kind, is_narrow(precision), grad, x, y, x_grad, y_grad, activated, N, N, N);
   matmuls(precision, after, count_after);
 }
 

@@ -1,8 +1,9 @@
 // Rotary position embedding of queries and keys, optionally after RMSNorm of each head (QK-norm); kernels/rotary.py has
 // the reference.
 //
-// N tokens, H heads, d head dim (even). Tensors are (N, H, d). cos and sin are (periods, d), and token i uses row i %
-// periods, so that all rows of a batch can share their positions.
+// N tokens, H heads, d head dim (even). Tensors are (N, H, d); those of q, k and their gradients may have gaps between
+// tokens. cos and sin are (periods, d), and token i uses row i % periods, so that all rows of a batch can share their
+// positions.
 
 #include "norm.h"
 #include "parallel.h"
@@ -20,7 +21,7 @@ struct Heads {
   void* to;  // the result, or the gradient of x
   const void* grad;
   const float* weight;  // weight of RMSNorm; null without QK-norm
-  int64_t H;
+  int64_t H, time;  // number of heads, and stride from a token to the next in x and its gradient
 };
 
 struct Rotation {
@@ -31,7 +32,7 @@ struct Rotation {
 
   void forward(const Heads& heads, int64_t token, float* scratch) const {
     const int64_t width = heads.H * d, row = token % periods * d;
-    const float* x = Input(heads.x, narrow).read(token * width, width, scratch);
+    const float* x = Input(heads.x, narrow).read(token * heads.time, width, scratch);
     const Output to(heads.to, narrow);
     float *out = to.place(token * width, scratch + width), *normed = scratch + 2 * width;
     for (int64_t head = 0; head < width; head += d) {
@@ -45,17 +46,17 @@ struct Rotation {
     const int64_t width = heads.H * d, row = token % periods * d;
     const float* g = Input(heads.grad, narrow).read(token * width, width, scratch);
     const Output to(heads.to, narrow);
-    float *out = to.place(token * width, scratch + width), *normed_grad = scratch + 2 * width;
+    float *out = to.place(token * heads.time, scratch + width), *normed_grad = scratch + 2 * width;
     if (heads.weight == nullptr) {
       for (int64_t head = 0; head < width; head += d) rotate(g + head, cos + row, sin + row, d, true, out + head);
     } else {
-      const float* x = Input(heads.x, narrow).read(token * width, width, scratch + 2 * width + d);
+      const float* x = Input(heads.x, narrow).read(token * heads.time, width, scratch + 2 * width + d);
       for (int64_t head = 0; head < width; head += d) {
         rotate(g + head, cos + row, sin + row, d, true, normed_grad);
         normalize_gradient(normed_grad, x + head, heads.weight, nullptr, d, options, out + head, weight_sum, nullptr);
       }
     }
-    to.write(token * width, width, out);
+    to.write(token * heads.time, width, out);
   }
 
   // Calls work(unit, first token, end token, scratch) for each unit of tokens.
@@ -76,9 +77,10 @@ struct Rotation {
 // Rotates queries and keys. q_weight and k_weight are null without QK-norm.
 SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const float* q_weight, const float* k_weight,
                            const float* cos, const float* sin, void* q_out, void* k_out, int64_t N, int64_t periods,
-                           int64_t q_heads, int64_t k_heads, int64_t d, double eps) {
+                           int64_t q_heads, int64_t k_heads, int64_t d, int64_t q_time, int64_t k_time, double eps) {
   const Rotation rotation{cos, sin, periods, N, d, NormOptions(eps, false), narrow != 0};
-  const Heads queries{q, q_out, nullptr, q_weight, q_heads}, keys{k, k_out, nullptr, k_weight, k_heads};
+  const Heads queries{q, q_out, nullptr, q_weight, q_heads, q_time};
+  const Heads keys{k, k_out, nullptr, k_weight, k_heads, k_time};
   rotation.each(q_heads + k_heads, [=](int64_t, int64_t token, int64_t end, float* scratch) {
     for (; token < end; ++token) {
       rotation.forward(queries, token, scratch);
@@ -91,9 +93,11 @@ SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const f
 SANSGPU_KERNEL void rotary_gradient(int64_t narrow, const void* q_grad, const void* k_grad, const void* q, const void* k,
                                     const float* q_weight, const float* k_weight, const float* cos, const float* sin,
                                     void* to_q, void* to_k, float* q_weight_grad, float* k_weight_grad, int64_t N,
-                                    int64_t periods, int64_t q_heads, int64_t k_heads, int64_t d, double eps) {
+                                    int64_t periods, int64_t q_heads, int64_t k_heads, int64_t d, int64_t q_time,
+                                    int64_t k_time, double eps) {
   const Rotation rotation{cos, sin, periods, N, d, NormOptions(eps, false), narrow != 0};
-  const Heads queries{q, to_q, q_grad, q_weight, q_heads}, keys{k, to_k, k_grad, k_weight, k_heads};
+  const Heads queries{q, to_q, q_grad, q_weight, q_heads, q_time};
+  const Heads keys{k, to_k, k_grad, k_weight, k_heads, k_time};
   const int64_t units = divide_up(N, rotation.tokens_of_unit(q_heads + k_heads));
   const UnitSums q_sums(units, d, q_weight_grad != nullptr), k_sums(units, d, k_weight_grad != nullptr);
   rotation.each(q_heads + k_heads, [&](int64_t unit, int64_t token, int64_t end, float* scratch) {

@@ -9,16 +9,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels.norm import FusedNorm, OffsetRMSNorm, RMSNorm, residual
-from sansgpu.kernels.pointwise import gelu, gelu_tanh, swiglu
-from sansgpu.models.layer_trials import AttentionPart, Part, agree, random_tensor, replaced_parts, tried, with_forward
+from sansgpu.kernels.pointwise import Activation, gated, gated_half, gelu, gelu_tanh
+from sansgpu.models.layer_trials import (
+    AttentionPart,
+    LinearPart,
+    Part,
+    agree,
+    random_tensor,
+    replaced_parts,
+    tried,
+    with_forward,
+)
 
+GATES = (Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH)
 # What autograd saves: a tensor, or its shape and the function that recomputes it.
 _Saved = torch.Tensor | tuple[torch.Size, Callable[[], torch.Tensor]]
 
@@ -81,46 +92,39 @@ class FusedTanhGELU(nn.Module):
         return gelu_tanh(input)
 
 
-class _GatedFeedForward:
-    """Mixin for a feed-forward network whose up projection is multiplied by an activated gate."""
+class GatedParts(NamedTuple):
+    """The names of the parts of a feed-forward network whose up projection is multiplied by an activated gate."""
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
+    projections: tuple[str, ...]  # the gate and the up projection, or one layer that computes both, the gate first
+    down: str
+    dropout: str | None
+    activation: Activation
+
+
+LLAMA_PARTS = GatedParts(("gate_proj", "up_proj"), "down_proj", None, Activation.SWIGLU)
+
+
+class GatedFeedForward:
+    """Mixin for a gated feed-forward network, as in Llama, Gemma, Phi-3 and ModernBERT."""
+
+    gated_parts: GatedParts
     recomputes: bool  # see fuse_layers
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        y = self.gated(gate, up)
-        with recomputed(y, lambda: self.gated(gate, up)) if self.recomputes else nullcontext():
-            return cast(torch.Tensor, self.down_proj(y))
-
-
-class SwiGLU(_GatedFeedForward):
-    """Mixin for the feed-forward network of Llama, Qwen and Mistral."""
-
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return swiglu(gate, up)
-
-
-class GeGLU(_GatedFeedForward):
-    """Mixin for the feed-forward network of Gemma."""
-
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        activated = gelu_tanh(gate)
-        with recomputed(activated, lambda: gelu_tanh(gate)) if self.recomputes else nullcontext():
-            return activated * up
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        projections, down, dropout, activation = self.gated_parts
+        inputs = [getattr(self, name)(hidden_states) for name in projections]
+        activate = partial(gated if len(inputs) > 1 else gated_half, activation, *inputs)
+        y = activate()
+        if dropout is not None and cast(Any, self).training and getattr(self, dropout).p > 0:
+            return cast(torch.Tensor, getattr(self, down)(getattr(self, dropout)(y)))
+        with recomputed(y, activate) if self.recomputes else nullcontext():
+            return cast(torch.Tensor, getattr(self, down)(y))
 
 
 class _FusedBlock:
     """Mixin for a block. Subclasses compute it with fused kernels in `fused_forward`."""
 
     fused_as = "decoder"  # see module_costs
-    self_attn: nn.Module
-    mlp: nn.Module
     training: bool
     recomputes: bool  # see fuse_layers
 
@@ -132,34 +136,45 @@ class _FusedBlock:
     def fused_forward(self, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         raise NotImplementedError
 
-    def _recomputed(self, norm: FusedNorm, x: torch.Tensor, inputs: torch.Tensor) -> AbstractContextManager[None]:
+    def _recomputed(self, norm: nn.Module, x: torch.Tensor, inputs: torch.Tensor) -> AbstractContextManager[None]:
         """Context in which layers recompute their `inputs` from x, which the norm saves anyway."""
-        return recomputed(inputs, lambda: norm.branch(x)[1]) if self.recomputes else nullcontext()
+        if not self.recomputes or not isinstance(norm, FusedNorm):
+            return nullcontext()
+        return recomputed(inputs, lambda: norm.branch(x)[1])
 
 
 class PreNormLayer(_FusedBlock):
     """Mixin for the block of Llama, Qwen, Mistral and Granite, which scales the residual branches."""
 
-    input_layernorm: FusedNorm
-    post_attention_layernorm: FusedNorm
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
     residual_multiplier: float = 1.0
 
     def fused_forward(self, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        x, inputs = self.input_layernorm.branch(x)
-        with self._recomputed(self.input_layernorm, x, inputs):
-            y, _ = self.self_attn(hidden_states=inputs, **kwargs)
-        x, inputs = self.post_attention_layernorm.branch(x, self._scaled(y))
-        with self._recomputed(self.post_attention_layernorm, x, inputs):
-            return residual(x, self._scaled(self.mlp(inputs)), 0.0, self.training)
+        first, attention, second, mlp = (getattr(self, name) for name in self.names)
+        # The first block of ModernBERT has no norm before attention.
+        x, inputs = first.branch(x) if isinstance(first, FusedNorm) else (x, x)
+        with self._recomputed(first, x, inputs):
+            y, _ = attention(hidden_states=inputs, **kwargs)
+        x, inputs = second.branch(x, self._scaled(y))
+        with self._recomputed(second, x, inputs):
+            return residual(x, self._scaled(mlp(inputs)), 0.0, self.training)
 
     def _scaled(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
+
+
+class ModernBertLayer(PreNormLayer):
+    """Mixin for the block of ModernBERT."""
+
+    names = ("attn_norm", "attn", "mlp_norm", "mlp")
 
 
 class SandwichNormLayer(_FusedBlock):
     """Mixin for the block of Gemma 2 and 3, which has norms before and after attention and feed-forward layers."""
 
     fused_as = "sandwich"
+    self_attn: nn.Module
+    mlp: nn.Module
     input_layernorm: FusedNorm
     post_attention_layernorm: FusedNorm
     pre_feedforward_layernorm: FusedNorm
@@ -192,9 +207,9 @@ def fuse_layers(model: nn.Module) -> None:
             original = cast(Any, module)
             original.original, original.eps = type(module), _epsilon(module)
             module.__class__ = with_forward(norm, type(module))
-        elif (gated := tried(_gated_feed_forward_of, module)) is not None:
-            module.__class__ = with_forward(gated, type(module))
-            cast(Any, module).recomputes = recomputes
+        elif (found := tried(_gated_parts_of, module)) is not None:
+            module.__class__ = with_forward(GatedFeedForward, type(module))
+            cast(Any, module).gated_parts, cast(Any, module).recomputes = found, recomputes
     for module in model.modules():
         if (block := tried(_block_of, module)) is not None:
             module.__class__ = with_forward(block, type(module))
@@ -227,45 +242,70 @@ def _gelu_of(module: nn.Module) -> type[nn.Module] | None:
     return FusedTanhGELU if agree(lambda: module(x), lambda: F.gelu(x, approximate="tanh")) else None
 
 
-def _gated_feed_forward_of(module: nn.Module) -> type[_GatedFeedForward] | None:
-    if set(module._modules) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+def _gated_parts_of(module: nn.Module) -> GatedParts | None:
+    """Recognizes separate projections by their names, and a joined one, whose first half is the gate, by its size."""
+    inner: dict[str, Any] = {name: part for name, part in module._modules.items() if part is not None}
+    dropout = next((name for name, part in inner.items() if isinstance(part, nn.Dropout)), None)
+    linears = [name for name, part in inner.items() if hasattr(part, "out_features")]
+    others = [name for name in inner if name not in linears and name != dropout]
+    activation = _gate_activation(inner[others[0]]) if len(others) == 1 else None
+    if activation is None:
         return None
-    gate, up, down, x = Part(1.5), Part(2.5), Part(0.5), random_tensor(3, 8)
-    with replaced_parts(module, {"gate_proj": gate, "up_proj": up, "down_proj": down}):
-        if agree(lambda: module.forward(x), lambda: down(F.silu(gate(x)) * up(x))):
-            return SwiGLU
-        tanh = agree(lambda: module.forward(x), lambda: down(F.gelu(gate(x), approximate="tanh") * up(x)))
-        return GeGLU if tanh else None
+    x, down, drop = random_tensor(3, 8), Part(0.5), Part(0.7)
+    if set(linears) == {*LLAMA_PARTS.projections, LLAMA_PARTS.down}:
+        names = LLAMA_PARTS._replace(dropout=dropout, activation=activation)
+        stubs: list[nn.Module] = [Part(1.5), Part(2.5)]
+        gate, up = stubs[0](x), stubs[1](x)
+    elif len(linears) == 2 and inner[linears[0]].out_features == 2 * inner[linears[1]].in_features:
+        names = GatedParts((linears[0],), linears[1], dropout, activation)
+        stubs = [LinearPart(8, 12, 0)]
+        gate, up = stubs[0](x).chunk(2, dim=-1)
+    else:
+        return None
+    y = gated(activation, gate, up)
+    expected = down(y if dropout is None else drop(y))
+    parts = {**dict(zip(names.projections, stubs, strict=True)), names.down: down}
+    with replaced_parts(module, parts if dropout is None else {**parts, dropout: drop}):
+        return names if agree(lambda: module.forward(x), lambda: expected) else None
+
+
+def _gate_activation(module: nn.Module) -> Activation | None:
+    x = torch.linspace(-8, 8, 97)
+    return next((kind for kind in GATES if agree(lambda: module(x), partial(gated, kind, x, torch.ones_like(x)))), None)
 
 
 def _block_of(module: nn.Module) -> type[_FusedBlock] | None:
-    norms = {name for name, part in module._modules.items() if isinstance(part, FusedNorm)}
-    if set(module._modules) != norms | {"self_attn", "mlp"}:
-        return None
-    x, names = random_tensor(1, 3, 8), sorted(norms)
-    parts = {name: Part(0.5 + place) for place, name in enumerate(names)}
-    attention, mlp, scale = AttentionPart(2.5), Part(0.7), float(getattr(module, "residual_multiplier", 1.0))
+    x, scale = random_tensor(1, 3, 8), float(getattr(module, "residual_multiplier", 1.0))
+    norms = sorted(name for name in module._modules if name.endswith("norm"))
+    parts: dict[str, Any] = {name: Part(0.5 + place) for place, name in enumerate(norms)}
 
-    def pre_norm() -> torch.Tensor:
-        total = x + scale * attention(parts["input_layernorm"](x))[0]
-        return cast(torch.Tensor, total + scale * mlp(parts["post_attention_layernorm"](total)))
+    def pre_norm(block: type[PreNormLayer]) -> torch.Tensor:
+        first, attention, second, mlp = (parts[name] for name in block.names)
+        total = x + scale * attention(first(x))[0]
+        return cast(torch.Tensor, total + scale * mlp(second(total)))
 
     def sandwich() -> torch.Tensor:
-        total = x + parts["post_attention_layernorm"](attention(parts["input_layernorm"](x))[0])
-        after = parts["post_feedforward_layernorm"](mlp(parts["pre_feedforward_layernorm"](total)))
+        total = x + parts["post_attention_layernorm"](parts["self_attn"](parts["input_layernorm"](x))[0])
+        after = parts["post_feedforward_layernorm"](parts["mlp"](parts["pre_feedforward_layernorm"](total)))
         return cast(torch.Tensor, total + after)
 
-    known: dict[tuple[str, ...], tuple[type[_FusedBlock], Callable[[], torch.Tensor]]] = {
-        ("input_layernorm", "post_attention_layernorm"): (PreNormLayer, pre_norm),
+    known: list[tuple[type[_FusedBlock], tuple[str, ...], Callable[[], torch.Tensor]]] = [
+        *((block, block.names, partial(pre_norm, block)) for block in (PreNormLayer, ModernBertLayer)),
         (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "post_feedforward_layernorm",
-            "pre_feedforward_layernorm",
-        ): (SandwichNormLayer, sandwich),
-    }
-    if tuple(names) not in known:
-        return None
-    block, expected = known[tuple(names)]
-    with replaced_parts(module, {**parts, "self_attn": attention, "mlp": mlp}):
-        return block if agree(lambda: module.forward(x), expected) else None
+            SandwichNormLayer,
+            (*PreNormLayer.names, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            sandwich,
+        ),
+    ]
+    for block, names, expected in known:
+        if set(module._modules) == set(names) and all(map(partial(_is_norm, module), norms)):
+            parts |= {names[1]: AttentionPart(2.5), names[3]: Part(0.7)}
+            with replaced_parts(module, parts):
+                return block if agree(lambda: module.forward(x), expected) else None
+    return None
+
+
+def _is_norm(module: nn.Module, name: str) -> bool:
+    """Returns True if a norm of a block uses our kernel, or is the one that the first block of ModernBERT lacks."""
+    part = module._modules[name]
+    return isinstance(part, FusedNorm) or (name == ModernBertLayer.names[0] and type(part) is nn.Identity)

@@ -21,10 +21,10 @@ from sansgpu.models.generation.kv_cache import SlotCache
 from sansgpu.models.generation.prompts import tokenizer_fields
 from sansgpu.models.generation.state_slots import StateName
 from sansgpu.models.huggingface.cached_reader import PretrainedReader, arguments_of, cache_use
-from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
+from sansgpu.models.huggingface.fused_layers import LLAMA_PARTS, GatedFeedForward, PreNormLayer
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels, logits_of, probe_tokens
-from sansgpu.models.huggingface.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
+from sansgpu.models.huggingface.rotary_attention import LLAMA_NAMES, NORMS, RotaryAttention
 from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
 
@@ -135,15 +135,11 @@ def pretrained_step(model: Any, may_fill_memory: bool = False) -> DecoderStep | 
         return None
     layers = []
     for block in blocks:
-        if not isinstance(block, PreNormLayer) or block.residual_multiplier != 1.0:
+        if not _is_like_llama(block):
             return None
-        attention: Any = block.self_attn
-        mlp: Any = block.mlp
-        if not (isinstance(attention, RotaryAttention) and isinstance(mlp, SwiGLU)):
-            return None
-        if attention.scaling * attention.head_dim**0.5 != 1.0:
-            return None
-        linears = [*(getattr(attention, name) for name in PROJECTIONS), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        attention, mlp = block.self_attn, block.mlp
+        projections = [getattr(attention, name) for name in (*LLAMA_NAMES.inputs, LLAMA_NAMES.output)]
+        linears = [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         head_norms = [getattr(attention, name, None) for name in NORMS]
         weights = [_step_weight(linear) for linear in linears]
         layers.append(step_layer(block.input_layernorm, block.post_attention_layernorm, head_norms, weights))
@@ -151,6 +147,18 @@ def pretrained_step(model: Any, may_fill_memory: bool = False) -> DecoderStep | 
         dtype = autocast_dtype(torch.empty(0)) or torch.float32
     head_dim, integer = blocks[0].self_attn.head_dim, integer_of_model(model)
     return step_of(layers, last_norm, head, head_dim, dtype, integer, may_fill_memory)
+
+
+def _is_like_llama(block: Any) -> bool:
+    """Returns whether the fused decoding step computes what a block does."""
+    if not isinstance(block, PreNormLayer) or block.names != PreNormLayer.names or block.residual_multiplier != 1.0:
+        return False
+    attention: Any = block.self_attn
+    mlp: Any = block.mlp
+    if not isinstance(attention, RotaryAttention) or attention.rotary_names != LLAMA_NAMES or attention.softcap:
+        return False
+    plain: bool = attention.scaling * attention.head_dim**0.5 == 1.0
+    return plain and isinstance(mlp, GatedFeedForward) and mlp.gated_parts == LLAMA_PARTS
 
 
 def _step_weight(layer: Any) -> StepWeight | None:
