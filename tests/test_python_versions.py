@@ -53,6 +53,7 @@ def test_the_documents_name_the_supported_versions() -> None:
     assert workflow["jobs"]["linux"]["strategy"]["matrix"]["python"] == VERSIONS
 
 
+@pytest.mark.long
 def test_every_module_is_imported_by_each_python_of_this_machine() -> None:
     versions = [version for version in VERSIONS if python(version)]
     if not versions:

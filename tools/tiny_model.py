@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,18 @@ def is_encoder(model_type: str) -> bool:
     return TINY[model_type].is_encoder
 
 
-def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
-    """Trains a byte-level tokenizer on part of Python's standard library. For an encoder, it adds [CLS] and [SEP]."""
+@cache
+def _trained(vocabulary: int) -> str:
+    """Returns the JSON of a byte-level tokenizer that is trained on part of Python's standard library."""
     pieces = open_sources(DataConfig()).train.read()
     texts = [piece.text for piece in islice(pieces, vocabulary // TOKENS_PER_PIECE)]
-    backend = BPETokenizer.train(texts, vocabulary - len(SPECIAL) + 1).backend
+    text: str = BPETokenizer.train(texts, vocabulary - len(SPECIAL) + 1).backend.to_str()
+    return text
+
+
+def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
+    """Returns a byte-level tokenizer with the tokens of chats. For an encoder, it adds [CLS] and [SEP]."""
+    backend = tokenizers.Tokenizer.from_str(_trained(vocabulary))
     backend.add_special_tokens(list(SPECIAL))
     backend.encode_special_tokens = False
     if encoder:

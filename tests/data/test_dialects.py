@@ -156,9 +156,14 @@ LANGUAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
 @pytest.mark.parametrize(
-    ("text", "encoding"), [pytest.param(text, one, id=one) for text, ones in LANGUAGES.items() for one in ones]
+    ("text", "encoding", "size"),
+    [
+        pytest.param(text, one, size, id=f"{one}-{size}", marks=pytest.mark.long if size > 10_000 and place else ())
+        for text, ones in LANGUAGES.items()
+        for place, one in enumerate(ones)
+        for size in (1_000, 10_000, 100_000)
+    ],
 )
 def test_encodings_of_longer_texts_are_recognized(tmp_path: Path, text: str, encoding: str, size: int) -> None:
     sentences, draw = re.findall(r".+?(?:[.。] ?|$)", text), random.Random(size)

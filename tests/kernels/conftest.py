@@ -2,12 +2,14 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 
 import pytest
 import torch
 
 from sansgpu.kernels import library
+from sansgpu.kernels.c_functions import Function
 from sansgpu.machine.instruction_sets import supported
 from tests.kernels import TEST_LIBRARIES
 from tests.kernels.guarded import GuardedCalls
@@ -21,9 +23,15 @@ SETS = [
 ]
 
 
+@cache
+def functions_of(name: str) -> Mapping[str, Function]:
+    """Loads the kernels of an instruction set once, because each time all mapped files are searched for OpenMP."""
+    return library.load_library(INSTRUCTION_SETS[name])
+
+
 def use_set(name: str, patch: pytest.MonkeyPatch) -> None:
     """Makes this process use the kernels of an instruction set."""
-    patch.setattr(library, "_library", library.load_library(INSTRUCTION_SETS[name]))
+    patch.setattr(library, "_library", functions_of(name))
     patch.setattr(library, "_set", INSTRUCTION_SETS[name])
 
 

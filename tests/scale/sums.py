@@ -62,30 +62,36 @@ def check_gradients(group: Group, case: dict[str, Any]) -> None:
     )
     model = Model(case["shapes"])
     optimizer = Optimizer(model, training, torch.float32, group)
+    given = {
+        (rank, piece): gradients_of(case, rank, piece) for rank in range(group.size) for piece in range(case["pieces"])
+    }
     for _ in range(2):  # the second step fails if state of the first one remains
         for piece in range(case["pieces"]):
-            loss = model.loss(gradients_of(case, group.rank, piece))
+            loss = model.loss(given[group.rank, piece])
             with optimizer.backward_pass(accumulates=case["pieces"] > 1, is_last=piece == case["pieces"] - 1):
                 loss.backward()
         optimizer.reduce()
         for weight in optimizer.weights:
-            check_gradient(group, case, weight)
+            number = int(weight.name.split(".")[1])
+            check_gradient(group, case, weight, [gradients[number] for gradients in given.values()])
         optimizer.zero_grad()
 
 
-def check_gradient(group: Group, case: dict[str, Any], weight: TrainedWeight) -> None:
-    number = int(weight.name.split(".")[1])
-    given = [gradients_of(case, rank, piece)[number] for rank in range(group.size) for piece in range(case["pieces"])]
+def check_gradient(group: Group, case: dict[str, Any], weight: TrainedWeight, given: list[torch.Tensor | None]) -> None:
+    """Compares the gradient of a weight with the sum of those that all ranks were given for it."""
     parts = [gradient.double() for gradient in given if gradient is not None]
     elsewhere = isinstance(weight.placement, OwnedByRank) and weight.placement.owner != group.rank
     if elsewhere or not parts:
-        assert weight.gradient is None, (case, number)
+        assert weight.gradient is None, (case, weight.name)
         return
-    assert weight.gradient is not None, (case, number)
+    assert weight.gradient is not None, (case, weight.name)
     expected = torch.stack(parts).sum(dim=0)
     mine = weight.placement.shard(expected) if isinstance(weight.placement, RowSharded) else expected
     tolerance = 1e-5 if case["wire"] == "fp32" else 0.03
-    assert (weight.gradient.double() - mine).norm() <= tolerance * (1 + sum(p.norm() for p in parts)), (case, number)
+    assert (weight.gradient.double() - mine).norm() <= tolerance * (1 + sum(p.norm() for p in parts)), (
+        case,
+        weight.name,
+    )
 
 
 def check_places(group: Group, shapes: list[list[int]]) -> None:

@@ -16,11 +16,11 @@ from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, pr
 from tests.tasks.graph.graphs import rows
 from tests.tasks.texts import text_rows
 
-STEPS = 8
+STEPS = 4
 # Micro-batches of one example, so that a weight may be used in one micro-batch of a step and in no other.
 TUNED = {
     "training.batch_size": 1, "training.gradient_accumulation_steps": 6, "training.max_steps": STEPS,
-    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.logging_steps": 1, "training.eval_steps": 4,
+    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.logging_steps": 1, "training.eval_steps": 2,
     "training.optimizer": "adamw", "training.precision": "fp32", "training.compile": "off", "training.threads": 1,
     "training.report_to": "none", "device": "cpu",
 }  # fmt: skip

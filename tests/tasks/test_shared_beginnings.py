@@ -77,6 +77,7 @@ def test_sorting_by_beginnings_changes_only_the_order_of_a_batch(tmp_path: Path)
     assert sorted(np.asarray(batch.numbers).tolist()) == sorted(np.asarray(plain.numbers).tolist())
 
 
+@pytest.mark.long
 def test_a_killed_run_with_shared_beginnings_continues_byte_for_byte(tmp_path: Path) -> None:
     rows = conversations(tmp_path / "rows.jsonl")
     chosen = settings(tmp_path, data__dataset_name=rows, training__max_steps=8)

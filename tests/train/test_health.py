@@ -33,7 +33,7 @@ def causes(events: list[dict[str, Any]]) -> list[str]:
     return [warning["cause"] for event in events for warning in health.observe(event)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 1000),
     power=st.floats(0.07, 0.4),

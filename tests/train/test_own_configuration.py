@@ -34,13 +34,13 @@ def test_a_cut_off_configuration_is_refused_or_means_the_same(run: Path, capsys:
     text, known = file.read_text(), open_run(run)[0]
     ends = [len("".join(text.splitlines(keepends=True)[:number])) for number in range(len(text.splitlines()))]
     refused = 0
-    for end in sorted({*ends, *(end + 7 for end in ends), *range(len(text) - 40, len(text))}):
+    for end in sorted({*ends[::3], *(end + 7 for end in ends[::3]), *range(len(text) - 40, len(text))}):
         file.write_text(text[:end])
         try:
             assert open_run(run)[0] == known, f"cut at {end}, it loads as a different configuration"
         except ConfigError:
             refused += 1
-    assert refused > len(ends)
+    assert refused > len(ends[::3])
     for end in (0, ends[len(ends) // 2], ends[-1]):
         file.write_text(text[:end])
         for arguments in (

@@ -18,7 +18,7 @@ from sansgpu.machine.instruction_sets import allowed
 from sansgpu.tasks.configuration import load_config
 from sansgpu.train.snapshots import snapshots
 from tests import processes
-from tests.processes import digests, events_of, finish, json_lines, record, settings, start_apart
+from tests.processes import digests, events_of, finish, json_lines, record, settings, start_apart, write_corpus
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -92,7 +92,9 @@ def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pack", ["true", "false"])
 def test_an_epoch_is_every_token_once(home: Path, tmp_path: Path, pack: str) -> None:
-    events = train(home, tmp_path / "r", training__num_epochs=2, data__pack_sequences=pack, training__eval_steps=0)
+    short = write_corpus(tmp_path / "short.jsonl", documents=12)
+    once = {"training__num_epochs": 2, "training__eval_steps": 0, "training__save_steps": 0}
+    events = train(home, tmp_path / "r", data__dataset_name=short, data__pack_sequences=pack, **once)
     assert of(events, "step")[-1]["tokens"] == 2 * events[0]["train_tokens"]
 
 
@@ -118,7 +120,7 @@ def test_max_hours_ends_the_run_in_time_with_its_decay_complete(home: Path, tmp_
 
 
 def test_a_limit_that_ends_the_run_long_before_its_time_is_reported(home: Path, tmp_path: Path) -> None:
-    events = train(home, tmp_path / "r", training__max_hours=100, training__max_steps=40)
+    events = train(home, tmp_path / "r", training__max_hours=100, training__max_steps=12)
     assert of(events, "end")[0]["reason"] == "done"
     assert [e["message"] for e in of(events, "warning") if "long before its time limit" in e["message"]]
 
@@ -245,8 +247,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
 
 
 def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
-    often = {"training__logging_steps": 25, "training__eval_steps": 40, "training__save_steps": 0}
-    events = train(home, tmp_path / "r", "--max-steps", "100", training__report_to="tensorboard", **often)
+    often = {"training__logging_steps": 10, "training__eval_steps": 15, "training__save_steps": 0}
+    events = train(home, tmp_path / "r", "--max-steps", "30", training__report_to="tensorboard", **often)
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
     for tag, kind, part in (

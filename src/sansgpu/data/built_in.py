@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import sysconfig
 import tokenize
@@ -66,7 +67,11 @@ class LibraryModule(NamedTuple):
 def library_files() -> tuple[Path, list[Path]]:
     """Returns the library's folder and its modules, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return root, [p for p in sorted(root.rglob("*.py")) if not _SKIPPED.intersection(p.relative_to(root).parts)]
+    found = list[Path]()
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]  # installed packages may be many thousands
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return root, sorted(found)
 
 
 def library_modules(files: Mapping[str, Path]) -> Iterator[LibraryModule]:

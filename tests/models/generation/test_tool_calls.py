@@ -106,7 +106,7 @@ def written(tokenizer: Any, calls: list[ToolCall], content: str = "") -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS)
 def test_calls_that_a_template_writes_are_read_back(
     family: str, calls: list[ToolCall], tokenizer: Any, uses: dict[str, ToolUse]

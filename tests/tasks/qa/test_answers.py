@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn) -> tuple[Question, list[QuestionWindow], Logits]:
     return question, windows, logits  # type: ignore[return-value]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases(), st.integers(20, 40), st.integers(1, 12), st.sampled_from([-3.0, 0.0, 2.0]), st.booleans())
 def test_answers_are_those_of_utils_qa(
     case: tuple[Question, list[QuestionWindow], Logits], size: int, longest: int, threshold: float, may_be_null: bool
@@ -104,7 +104,7 @@ def test_answers_are_those_of_utils_qa(
     assert_as_plain(case, rules, may_be_null)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases(), st.integers(1, 6), st.booleans())
 def test_a_short_list_of_the_best_is_that_of_utils_qa(
     case: tuple[Question, list[QuestionWindow], Logits], size: int, may_be_null: bool

@@ -122,7 +122,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_siz
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(contents=st.lists(st.tuples(ANY_TEXT, ANY_TEXT), min_size=1, max_size=3))
 @example(contents=[("What?", "the answer"), ("Again?", "the answer"), ("the answer", "the answer")])
 @example(contents=[(" \n a\t", "\n\n  x \n "), ("", " y "), ("\r\n", "\u2028z\u00a0")])

@@ -16,7 +16,8 @@ def lost_thoughts(
 
     Renders the messages once more with marks in the thoughts, because their words may also occur elsewhere.
     """
-    start, end = [chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text][-2:]  # private use area
+    unused = (mark for code in range(0xE000, 0xF8FF) if (mark := chr(code)) not in text)  # private use area
+    start, end = next(unused), next(unused)
     marks = [f"{start}{number}{end}" for number in range(len(messages))]
     marked = [_with_mark(message, mark) for message, mark in zip(messages, marks, strict=True)]
     thinking = [mark for mark, one, message in zip(marks, marked, messages, strict=True) if one != message]
