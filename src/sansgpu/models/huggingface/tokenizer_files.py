@@ -36,9 +36,10 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions import i
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TEMPLATES = Path(__file__).parent / "templates"
-# Built-in templates with the tokens that start and end their turns. Llama 3's form is missing, because its base models
-# have never trained the embeddings of such tokens, so that an adapter could not learn to end an answer.
-_NATIVE = {"gemma": ("<start_of_turn>", "<end_of_turn>"), "chatml": ("<|im_start|>", "<|im_end|>")}
+# Built-in templates with the tokens that start and end their turns; `turns` is Gemma's form. Llama 3's form is missing,
+# because its base models have never trained the embeddings of such tokens, so that an adapter could not learn to end
+# an answer.
+_NATIVE = {"turns": ("<start_of_turn>", "<end_of_turn>"), "chatml": ("<|im_start|>", "<|im_end|>")}
 
 
 def load_chat_tokenizer(config: Config) -> Any:
