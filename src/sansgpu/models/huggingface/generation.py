@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -146,7 +146,7 @@ def _is_like_llama(block: Any) -> bool:
     """Returns whether the fused decoding step computes what a block does."""
     if not isinstance(block, PreNormLayer) or block.names != PreNormLayer.names or block.residual_multiplier != 1.0:
         return False
-    parts: dict[str, Any] = block._modules
+    parts: dict[str, Any] = cast(Any, block)._modules
     attention, mlp = parts["self_attn"], parts["mlp"]
     if not isinstance(attention, RotaryAttention) or attention.rotary_names != LLAMA_NAMES:
         return False
