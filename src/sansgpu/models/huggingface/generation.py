@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -153,12 +153,13 @@ def _is_like_llama(block: Any) -> bool:
     """Returns whether the fused decoding step computes what a block does."""
     if not isinstance(block, PreNormLayer) or block.names != PreNormLayer.names or block.residual_multiplier != 1.0:
         return False
-    attention: Any = block.self_attn
-    mlp: Any = block.mlp
-    if not isinstance(attention, RotaryAttention) or attention.rotary_names != LLAMA_NAMES or attention.softcap:
+    parts: dict[str, Any] = cast(Any, block)._modules
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    if not isinstance(attention, RotaryAttention) or attention.rotary_names != LLAMA_NAMES:
         return False
-    plain: bool = attention.scaling * attention.head_dim**0.5 == 1.0
-    return plain and isinstance(mlp, GatedFeedForward) and mlp.gated_parts == LLAMA_PARTS
+    if attention.softcap is not None or attention.score_scale * attention.head_dim**0.5 != 1.0:
+        return False
+    return isinstance(mlp, GatedFeedForward) and mlp.gated_parts == LLAMA_PARTS
 
 
 def _step_weight(layer: Any) -> StepWeight | None:

@@ -1,4 +1,4 @@
-"""Replaces the attention layers of Llama, Qwen and Mistral with ones that use our rotary embedding.
+"""Replaces the attention layers of Llama, Gemma, Phi-3, ModernBERT and others with ones that use our rotary embedding.
 
 Layers are recognized by the names of their submodules, and replaced only if a trial shows that ours compute the same.
 
@@ -98,6 +98,10 @@ class RotaryAttention:
     training: bool
 
     @property
+    def score_scale(self) -> float:
+        return float(getattr(self, "scaling", self.head_dim**-0.5))
+
+    @property
     def softcap(self) -> float | None:
         """The bound of attention scores, as in Gemma 2."""
         return getattr(self, "attn_logit_softcapping", None)
@@ -126,7 +130,7 @@ class RotaryAttention:
         out, _ = attention_forward(
             module, q, k, v, attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
-            scaling=getattr(module, "scaling", self.head_dim**-0.5),
+            scaling=self.score_scale,
             softcap=self.softcap,
             **kwargs,
         )  # fmt: skip
