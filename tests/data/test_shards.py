@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,19 +17,8 @@ from sansgpu.data.sources import open_sources
 from sansgpu.data.split import all_documents
 from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.pretrain.task import Pretrain
-from tests.processes import kill_when, write_corpus
-
-BUILD = """
-import sys
-from pathlib import Path
-from sansgpu.config import DataConfig
-from sansgpu.data.shards import build_store, build_tokenizer
-from sansgpu.data.sources import open_sources
-data, cache = DataConfig(dataset_name=sys.argv[1], vocab_size=300), Path(sys.argv[2])
-source = open_sources(data).train
-store = build_store(source, build_tokenizer(data, source, cache, lambda *_: None), cache, lambda *_: None)
-print(len(store.tokens), int(store.tokens[:].astype('int64').sum()))
-"""
+from tests.forks import Fork
+from tests.processes import environment, fork_server, kill_when, write_corpus
 
 
 def silent(doing: str, done: int, total: int) -> None:
@@ -43,9 +29,9 @@ def data_of(path: Path, **settings: object) -> DataConfig:
     return DataConfig.model_validate({"dataset_name": str(path), "vocab_size": 300, **settings})
 
 
-def build(corpus: Path, cache: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILD, str(corpus), str(cache)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+def build(corpus: Path, cache: Path) -> Fork:
+    """Starts to tokenize a corpus in a fork."""
+    return fork_server().start([str(corpus), str(cache)], environment(cache), "tests.data.build_store")
 
 
 def prepare(config: Config, cache: Path) -> None:

@@ -82,6 +82,7 @@ def test_answers_of_task_qa_are_quotes(asker: Path, documents: Path, tmp_path: P
     assert "exists; choose another name" in refused(capsys, "data", documents, "--ask", asker, "--write", output)
 
 
+@pytest.mark.long
 def test_a_killed_command_continues(asker: Path, documents: Path, tmp_path: Path, capsys: Captured) -> None:
     output, whole, partial = tmp_path / "qa.jsonl", tmp_path / "whole.jsonl", tmp_path / "qa.jsonl.partial"
     more = "--questions", "9", "--seed", "3"

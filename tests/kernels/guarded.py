@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,19 +11,12 @@ import torch
 
 from sansgpu.kernels import library
 
-REUSED_BYTES = 1 << 20  # larger memory is returned to the system after each call
-
-
-def size_of(most: int) -> int:
-    """Returns the bytes of the pages that hold `most` bytes."""
-    return max(1, -(-most // mmap.PAGESIZE)) * mmap.PAGESIZE
-
 
 class Guarded:
     """Memory for one tensor of up to `most` bytes, between two inaccessible pages."""
 
     def __init__(self, most: int) -> None:
-        self.size = size_of(most)
+        self.size = max(1, -(-most // mmap.PAGESIZE)) * mmap.PAGESIZE
         memory = mmap.mmap(-1, self.size + 2 * mmap.PAGESIZE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=mmap.PAGESIZE, count=self.size)
@@ -47,7 +39,6 @@ class GuardedCalls:
 
     def __init__(self) -> None:
         self._call, self._at_end = library.call, False
-        self._free: dict[int, list[Guarded]] = defaultdict(list)  # by their size
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         self._at_end = not self._at_end
@@ -56,12 +47,11 @@ class GuardedCalls:
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.numel() > 0:
                 values = _flat(argument.detach())
-                taken = range(values.data_ptr(), values.data_ptr() + values.nbytes)
-                if any(value in taken for value in in_structs):
+                memory = range(values.data_ptr(), values.data_ptr() + values.nbytes)
+                if any(value in memory for value in in_structs):
                     continue
                 flat[values.data_ptr()] = max(values, flat.get(values.data_ptr(), values), key=len)
-        guarded = {place: self._memory(values.nbytes) for place, values in flat.items()}
-        moved = {place: guarded[place].tensor(values, self._at_end) for place, values in flat.items()}
+        moved = {place: Guarded(values.nbytes).tensor(values, self._at_end) for place, values in flat.items()}
         before = {place: values.clone() for place, values in flat.items()}
         result = self._call(
             name, *(moved.get(a.data_ptr(), a) if isinstance(a, torch.Tensor) else a for a in arguments)
@@ -71,15 +61,7 @@ class GuardedCalls:
             old, new = before[place].view(torch.uint8), moved[place].view(torch.uint8)
             if not torch.equal(old, new):
                 torch.where(old == new, values.view(torch.uint8), new, out=values.view(torch.uint8))
-        for memory in guarded.values():
-            if memory.size <= REUSED_BYTES:
-                self._free[memory.size].append(memory)
         return result
-
-    def _memory(self, most: int) -> Guarded:
-        """Returns memory of an earlier call, because mapping and protecting it takes longer than most kernels."""
-        free = self._free[size_of(most)]
-        return free.pop() if free else Guarded(most)
 
 
 def _numbers(argument: Any) -> Iterator[int]:

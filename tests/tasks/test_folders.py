@@ -97,6 +97,7 @@ def test_a_task_is_removed_with_its_folder_and_its_line(copy: Path) -> None:
     assert (code, "unknown key data.tag_column" in out) == (2, True), out
 
 
+@pytest.mark.long
 def test_a_task_is_added_with_a_folder_and_a_line(copy: Path, tmp_path: Path) -> None:
     folder = copy / "tasks/order"
     folder.mkdir()

@@ -2,15 +2,24 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import digests, environment, events_of, json_lines, json_of, record, settings, start_apart
+from tests.processes import (
+    digests,
+    ended,
+    environment,
+    events_of,
+    fork_server,
+    json_lines,
+    json_of,
+    record,
+    settings,
+    start_apart,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -183,21 +192,6 @@ def test_a_resume_that_does_not_begin_moves_nothing(home: Path, run: Path, more:
     assert contents(run / "snapshots") == before
 
 
-KILLED = """
-import os, pathlib, signal, sys
-from sansgpu.cli import run
-left, rename = [int(sys.argv[1])], pathlib.Path.rename
-def counted(self, target):
-    if "abandoned" in f"{self} {target}":
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return rename(self, target)
-pathlib.Path.rename = counted
-sys.exit(run(sys.argv[2:]))
-"""
-
-
 @pytest.mark.parametrize("moved", [4, *(pytest.param(m, marks=pytest.mark.long) for m in (1, 2, 5))])
 @pytest.mark.parametrize("goal", [pytest.param("4", marks=pytest.mark.long), f"{FIRST}/step-000008"])
 def test_a_kill_while_snapshots_are_set_aside_loses_none(
@@ -206,9 +200,10 @@ def test_a_kill_while_snapshots_are_set_aside_loses_none(
     if goal != "4":
         train(home, run, "--resume", "4", training__max_steps=6, training__learning_rate=0.1)
     ids = sorted(content_ids(run, capsys).values())
-    command = [sys.executable, "-c", KILLED, str(moved), *arguments(home, run, "--resume", goal)]
-    killed = subprocess.run(command, env=environment(home / "cache"), capture_output=True, text=True)
-    assert killed.returncode == -9, killed.stderr
+    command = [str(moved), *arguments(home, run, "--resume", goal)]
+    module = "tests.train.killed_while_renaming"
+    code, _, error = ended(fork_server().start(command, environment(home / "cache"), module))
+    assert code == -9, error
     assert cli(["snapshots", "prune", str(run), "--keep-last", "99"]) == 0
     assert sorted(content_ids(run, capsys).values()) == ids
     train(home, run, "--resume")

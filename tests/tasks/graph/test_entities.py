@@ -217,6 +217,7 @@ def config_of_file(file: Path) -> dict[str, Any]:
     return value
 
 
+@pytest.mark.long
 def test_a_killed_run_of_a_graph_continues_without_one_bit_of_difference(home: Path) -> None:
     line = ["train", *settings(home, training__max_steps=8), "--output-dir"]
     whole, killed = home / "whole-run", home / "killed"
