@@ -65,8 +65,8 @@ class _TransformersCache(Cache):
         if widths[0] == widths[1]:
             return self._cache.append(key_states, value_states, layer_idx)
         # Latent attention caches two parts of different widths; the cache has one, so the narrower part is widened.
-        wide = [F.pad(part, (0, max(widths) - part.shape[-1])) for part in (key_states, value_states)]
-        keys, values = self._cache.append(*wide, layer_idx)
+        keys, values = (F.pad(part, (0, max(widths) - part.shape[-1])) for part in (key_states, value_states))
+        keys, values = self._cache.append(keys, values, layer_idx)
         return keys[..., : widths[0]], values[..., : widths[1]]
 
     @property
