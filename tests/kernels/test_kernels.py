@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels import attention as attention_module
-from sansgpu.kernels import library, output_head
+from sansgpu.kernels import cross_entropy, library
 from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ranges, reference_attention
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, reference_cross_entropy
 from sansgpu.kernels.embedding import embed
@@ -177,7 +177,7 @@ def test_linear_cross_entropy(
     scale = torch.tensor(0.37, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         for rows in ("CHUNK_ROWS", "PLAIN_ROWS"):
-            patch.setattr(output_head, rows, 16)  # several chunks, the last one short
+            patch.setattr(cross_entropy, rows, 16)  # several chunks, the last one short
         ours = with_gradients([hidden, head], lambda h, w: linear_cross_entropy(h, w, targets, shape), scale)
         assert not linear_cross_entropy(hidden, head, targets, shape).requires_grad
         torch.testing.assert_close(linear_cross_entropy(hidden, head, targets, shape), ours[0])
@@ -203,8 +203,8 @@ def test_chunks_of_a_frozen_head_are_small_in_large_vocabularies(monkeypatch: py
 
     monkeypatch.setattr(library, "call", counted)
     whole = frozen()
-    monkeypatch.setattr(output_head, "FROZEN_HEAD_ROWS", 16)
-    monkeypatch.setattr(output_head, "FROZEN_HEAD_BYTES", 40 * 30 * 4)  # the logits of 40 tokens
+    monkeypatch.setattr(cross_entropy, "FROZEN_HEAD_ROWS", 16)
+    monkeypatch.setattr(cross_entropy, "FROZEN_HEAD_BYTES", 40 * 30 * 4)  # the logits of 40 tokens
     for found, expected in zip(frozen(), whole, strict=True):
         torch.testing.assert_close(found, expected)
     with_gradients([hidden, head], lambda h, w: linear_cross_entropy(h, w, targets), torch.ones(()))
@@ -224,7 +224,7 @@ def test_linear_cross_entropy_survives_logits_of_any_size(kernels: str) -> None:
     assert not bool(nan.isfinite())  # so that the training step notices it
 
 
-@pytest.mark.parametrize("tokens", [40, 2 * output_head.CHUNK_ROWS + 5])
+@pytest.mark.parametrize("tokens", [40, 2 * cross_entropy.CHUNK_ROWS + 5])
 def test_without_gradients_linear_cross_entropy_computes_only_logits(
     kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

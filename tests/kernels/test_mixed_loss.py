@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sansgpu.kernels import output_head
+from sansgpu.kernels import cross_entropy
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.mixed_loss import SoftTargets, linear_mixed_loss, reference_mixed_loss
 from tests.kernels.test_kernels import DTYPES, RANDOM, assert_near, with_gradients
@@ -48,7 +48,7 @@ def test_linear_mixed_loss(
 
     with pytest.MonkeyPatch.context() as patch:
         for rows in ("CHUNK_ROWS", "PLAIN_ROWS"):
-            patch.setattr(output_head, rows, 16)  # several chunks, the last one short
+            patch.setattr(cross_entropy, rows, 16)  # several chunks, the last one short
         loss, parts = linear_mixed_loss(hidden, head, targets, soft, options)
         ours = with_gradients([hidden, head], lambda h, w: linear_mixed_loss(h, w, targets, soft, options)[0], scale)
     assert not loss.requires_grad

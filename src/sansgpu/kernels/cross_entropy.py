@@ -13,12 +13,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sansgpu.kernels import library, output_head
-from sansgpu.kernels.block_quantization import Matrix, as_values, stored
+from sansgpu.kernels import library
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.matmul import MatmulPrecision, matmul_into
-from sansgpu.kernels.output_head import HeadOperands, head_operands, wide
+from sansgpu.kernels.matmul import MatmulPrecision, is_native, matmul_into
+
+CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
+PLAIN_ROWS = 256  # tokens per chunk in plain torch, which holds several tensors of the size of the logits
+# A frozen head accumulates no gradient, so smaller chunks save memory: a token has 1 MB of logits in a vocabulary of
+# 262,144. With fewer rows, dequantizing the head for each chunk takes more than a tenth of the time of its products.
+FROZEN_HEAD_BYTES, FROZEN_HEAD_ROWS = 256 << 20, 256  # maximum bytes of a chunk's logits, but at least these rows
+SUMMED_ROWS = 4096  # rows of a quantized weight that are dequantized at a time to sum them
+
+
+def chunk_rows(outputs: int, itemsize: int, trained: bool) -> int:
+    """Returns the tokens per chunk of logits with `itemsize` bytes, for a head with `outputs` rows."""
+    return CHUNK_ROWS if trained else min(CHUNK_ROWS, max(FROZEN_HEAD_ROWS, FROZEN_HEAD_BYTES // (outputs * itemsize)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ def target_log_probabilities(
         values = as_values(data, format, hidden.dtype)
         parts = [
             checkpoint(_reference_log_probabilities, hidden[part], values, targets[part], softcap, use_reentrant=False)
-            for part in head.parts(output_head.PLAIN_ROWS)
+            for part in _parts(head, PLAIN_ROWS)
         ]
         return torch.cat(parts)
 
@@ -173,7 +184,7 @@ def log_probabilities_and_hits(
             above = [chunk.above for chunk in chunks if chunk.above is not None]
             return -torch.cat([chunk.losses for chunk in chunks]), torch.cat(above) == 0
         values, found, best = as_values(head.weight, head.format, hidden.dtype), [], []
-        for part in head.parts(output_head.PLAIN_ROWS):
+        for part in _parts(head, PLAIN_ROWS):
             found.append(_reference_log_probabilities(hidden[part], values, targets[part], options.softcap))
             best.append(reference_logits(hidden[part], values, options.softcap).argmax(dim=1))
         return torch.cat(found), torch.cat(best) == targets
@@ -205,6 +216,66 @@ class _TargetLogProbabilities(torch.autograd.Function):
         return head.hidden_grad, head.weight_grad, None, None, None
 
 
+@dataclass(frozen=True)
+class HeadOperands:
+    """The operands of the output head, and memory for their gradients, which is None for frozen operands."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor  # in the dtype of `hidden`, or quantized
+    format: int
+    targets: torch.Tensor
+    hidden_grad: torch.Tensor | None
+    weight_grad: torch.Tensor | None  # in fp32 or wider
+
+    @property
+    def is_native(self) -> bool:
+        """True if our kernels support these operands."""
+        return is_native(self.hidden) and (self.format != NOT_QUANTIZED or is_native(self.weight))
+
+    def column_sums(self) -> torch.Tensor:
+        """Returns the sum of the rows of the weight, (D,) fp32."""
+        parts = self.weight.split(len(self.weight) if self.format == NOT_QUANTIZED else SUMMED_ROWS)
+        values = (as_values(part, self.format, self.hidden.dtype) for part in parts)
+        return sum(rows.sum(0, dtype=torch.float32) for rows in values)  # type: ignore[return-value]
+
+    def buffer(self) -> torch.Tensor | None:
+        """Returns memory for a chunk's logits, or None without gradients.
+
+        All chunks use the same memory, because allocating and freeing large blocks would fragment the heap.
+        """
+        if self.hidden_grad is None and self.weight_grad is None:
+            return None
+        rows = chunk_rows(len(self.weight), self.hidden.itemsize, self.weight_grad is not None)
+        return self.hidden.new_empty(min(rows, len(self.hidden)), len(self.weight))
+
+
+def head_operands(
+    hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, of_hidden: bool, of_weight: bool
+) -> HeadOperands:
+    """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
+    if weight.shape[1] != row_length(hidden.shape[1], format) or len(targets) != len(hidden):
+        raise RuntimeError("the shapes of the hidden states, the output head and the targets do not match.")
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+        raise IndexError(f"a target is out of bounds: targets must be from 0 to {len(weight) - 1}.")
+    return HeadOperands(
+        hidden.contiguous(),
+        (weight.to(hidden.dtype) if format == NOT_QUANTIZED else weight).contiguous(),
+        format,
+        targets.to(torch.int64).contiguous(),
+        hidden.new_empty(hidden.shape) if of_hidden else None,
+        hidden.new_empty(weight.shape, dtype=wide(hidden)) if of_weight else None,
+    )
+
+
+def wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _parts(head: HeadOperands, size: int) -> list[slice]:
+    """Returns the rows of each chunk, or a single empty chunk if there are no rows."""
+    return [slice(start, start + size) for start in range(0, max(1, len(head.hidden)), size)]
+
+
 def plain_sums(
     head: HeadOperands, loss_of: Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +285,7 @@ def plain_sums(
     loss, (), and a second result that needs no gradient. Returns the sums of both over all chunks.
     """
     weight, results = as_values(head.weight, head.format, head.hidden.dtype), []
-    for part in head.parts(output_head.PLAIN_ROWS):
+    for part in _parts(head, PLAIN_ROWS):
         hidden, values = head.hidden[part].detach(), weight.detach()
         inputs = [t for t, grad in ((hidden, head.hidden_grad), (values, head.weight_grad)) if grad is not None]
         for tensor in inputs:
@@ -279,9 +350,9 @@ def native_chunks(
     """
     precision = MatmulPrecision.of(head.hidden.dtype, "int16" if options.integer and len(head.weight) > 1 else None)
     buffer = head.buffer()
-    rows = max(1, output_head.CHUNK_ROWS if buffer is None else len(buffer))
+    rows = max(1, CHUNK_ROWS if buffer is None else len(buffer))
     scaled = torch.empty_like(head.hidden[:rows])
-    for part in head.parts(rows):
+    for part in _parts(head, rows):
         chunk = _losses(head, part, buffer, options, count, precision)
         if revise is not None:
             chunk = revise(chunk)

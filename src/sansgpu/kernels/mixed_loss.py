@@ -16,13 +16,14 @@ from sansgpu.kernels.block_quantization import Matrix, stored
 from sansgpu.kernels.cross_entropy import (
     DEFAULT_LOSS_OPTIONS,
     Chunk,
+    HeadOperands,
     LossOptions,
+    head_operands,
     native_chunks,
     plain_sums,
     reference_logits,
 )
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.output_head import HeadOperands, head_operands
 
 LEAST_REST = 1e-7  # lower bound of the student's probability of all other tokens, which is computed as a difference
 LEAST_SHARE = 1e-6  # minimum absolute value of a factor that gradients are divided by and later multiplied by

@@ -10,8 +10,8 @@ from typing import Self
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.training import TrainingConfig
+from sansgpu.kernels.cross_entropy import PLAIN_ROWS, chunk_rows
 from sansgpu.kernels.newton_schulz import newton_schulz_flops
-from sansgpu.kernels.output_head import PLAIN_ROWS, chunk_rows
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sansgpu.kernels.output_head import CHUNK_ROWS
+from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import (
     FULL,
