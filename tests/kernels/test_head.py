@@ -8,12 +8,11 @@ from sansgpu.kernels.cross_entropy import (
     LossOptions,
     linear_cross_entropy,
     linear_cross_entropy_and_hits,
-    log_probabilities_and_hits,
     reference_cross_entropy,
     reference_logits,
-    target_log_probabilities,
 )
 from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.log_probabilities import log_probabilities_and_hits, target_log_probabilities
 from sansgpu.kernels.mixed_loss import SoftTargets, linear_mixed_loss
 from tests.kernels.threads import assert_equal_on_all_threads
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
@@ -149,73 +148,6 @@ def _plain_loss(
     return _loss_of_logits(logits, targets, options), hits
 
 
-def target_log_probabilities(
-    hidden: torch.Tensor, weight: Matrix, targets: torch.Tensor, softcap: float = 0.0
-) -> torch.Tensor:
-    """Returns the log-probability (N,) of each target, from hidden (N, D), weight (V, D) and targets (N,).
-
-    Runs chunk by chunk like `linear_cross_entropy`. The backward pass recomputes the logits, because the gradients
-    depend on how the loss uses the results.
-    """
-    device = hidden.device.type
-    hidden = autocasted(hidden)
-    with torch.autocast(device, enabled=False):
-        data, format = stored(weight)
-        head = head_operands(hidden, data, format, targets, of_hidden=False, of_weight=False)
-        if head.is_native:
-            return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, data, format, targets, softcap))
-        values = as_values(data, format, hidden.dtype)
-        parts = [
-            checkpoint(_reference_log_probabilities, hidden[part], values, targets[part], softcap, use_reentrant=False)
-            for part in _parts(head, PLAIN_ROWS)
-        ]
-        return torch.cat(parts)
-
-
-def log_probabilities_and_hits(
-    hidden: torch.Tensor, weight: Matrix, targets: torch.Tensor, options: LossOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probability of each target (N,), and whether it has the largest logit (N,), without gradients."""
-    hidden = autocasted(hidden)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        head = head_operands(hidden, *stored(weight), targets, of_hidden=False, of_weight=False)
-        if head.is_native:
-            chunks = list(native_chunks(head, options, count=True))
-            above = [chunk.above for chunk in chunks if chunk.above is not None]
-            return -torch.cat([chunk.losses for chunk in chunks]), torch.cat(above) == 0
-        values, found, best = as_values(head.weight, head.format, hidden.dtype), [], []
-        for part in _parts(head, PLAIN_ROWS):
-            found.append(_reference_log_probabilities(hidden[part], values, targets[part], options.softcap))
-            best.append(reference_logits(hidden[part], values, options.softcap).argmax(dim=1))
-        return torch.cat(found), torch.cat(best) == targets
-
-
-def _reference_log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float
-) -> torch.Tensor:
-    log_probabilities = torch.log_softmax(reference_logits(hidden, weight, softcap), dim=1)
-    return log_probabilities.gather(1, targets[:, None])[:, 0]
-
-
-class _TargetLogProbabilities(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, softcap: float
-    ) -> torch.Tensor:
-        head = head_operands(hidden, weight, format, targets, of_hidden=False, of_weight=False)
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.format, ctx.options = format, LossOptions(softcap=softcap)
-        return -torch.cat([chunk.losses for chunk in native_chunks(head, ctx.options)])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets = ctx.saved_tensors
-        head = head_operands(hidden, weight, ctx.format, targets, *ctx.needs_input_grad[:2])
-        for _ in native_chunks(head, ctx.options, revise=partial(_scaled, -grad_outputs[0])):
-            pass
-        return head.hidden_grad, head.weight_grad, None, None, None
-
-
 @dataclass(frozen=True)
 class HeadOperands:
     """The operands of the output head, and memory for their gradients, which is None for frozen operands."""
@@ -271,7 +203,7 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _parts(head: HeadOperands, size: int) -> list[slice]:
+def chunks_of(head: HeadOperands, size: int) -> list[slice]:
     """Returns the rows of each chunk, or a single empty chunk if there are no rows."""
     return [slice(start, start + size) for start in range(0, max(1, len(head.hidden)), size)]
 
@@ -285,7 +217,7 @@ def plain_sums(
     loss, (), and a second result that needs no gradient. Returns the sums of both over all chunks.
     """
     weight, results = as_values(head.weight, head.format, head.hidden.dtype), []
-    for part in _parts(head, PLAIN_ROWS):
+    for part in chunks_of(head, PLAIN_ROWS):
         hidden, values = head.hidden[part].detach(), weight.detach()
         inputs = [t for t, grad in ((hidden, head.hidden_grad), (values, head.weight_grad)) if grad is not None]
         for tensor in inputs:
@@ -317,12 +249,6 @@ class Chunk(NamedTuple):
     exponentials: torch.Tensor | None  # (N, V), 0 for the targets; None without gradients
 
 
-def _scaled(scale: torch.Tensor, chunk: Chunk) -> Chunk:
-    """Multiplies a chunk's gradients by the incoming gradients of its losses; `scale` (N,) has those of all rows."""
-    part = scale[chunk.rows]
-    return chunk._replace(shares=chunk.shares.mul_(part), at_target=chunk.at_target.mul_(part))
-
-
 def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sums of losses and hits and computes the gradients, with the kernels."""
     uniform = options.label_smoothing / len(head.weight)
@@ -352,7 +278,7 @@ def native_chunks(
     buffer = head.buffer()
     rows = max(1, CHUNK_ROWS if buffer is None else len(buffer))
     scaled = torch.empty_like(head.hidden[:rows])
-    for part in _parts(head, rows):
+    for part in chunks_of(head, rows):
         chunk = _losses(head, part, buffer, options, count, precision)
         if revise is not None:
             chunk = revise(chunk)

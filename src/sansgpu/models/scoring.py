@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.block_quantization import Matrix
-from sansgpu.kernels.cross_entropy import LossOptions, log_probabilities_and_hits
+from sansgpu.kernels.cross_entropy import LossOptions
+from sansgpu.kernels.log_probabilities import log_probabilities_and_hits
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.shared_prefixes import SharedPrefixes, common_length

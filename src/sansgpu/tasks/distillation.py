@@ -22,7 +22,7 @@ from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.teacher_folder import OF_TARGET, REMEDY, TeacherFolder, open_teacher_folder
 from sansgpu.kernels.block_quantization import Matrix
-from sansgpu.kernels.cross_entropy import target_log_probabilities
+from sansgpu.kernels.log_probabilities import target_log_probabilities
 from sansgpu.kernels.mixed_loss import SoftTargets
 from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import StepSums, Sums

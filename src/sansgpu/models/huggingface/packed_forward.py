@@ -20,8 +20,8 @@ from sansgpu.kernels.cross_entropy import (
     DEFAULT_LOSS_OPTIONS,
     LossOptions,
     linear_cross_entropy,
-    target_log_probabilities,
 )
+from sansgpu.kernels.log_probabilities import target_log_probabilities
 from sansgpu.models.attention_windows import (
     CONVOLUTION,
     FULL,
