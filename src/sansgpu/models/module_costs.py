@@ -34,7 +34,7 @@ _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
 # The same for blocks that `patch_model` has replaced with fused ones.
 _FUSED_SAVED_BYTES = {
     "decoder": {"bf16": (20, 2), "fp32": (28, 4)},
-    "sandwich": {"bf16": (28, 4), "fp32": (36, 8)},  # also the outputs of attention, feed-forward layers and GELU
+    "sandwich": {"bf16": (28, 2), "fp32": (36, 4)},  # also the outputs of attention and feed-forward layers
     "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
     "relative": {"bf16": (52, 2), "fp32": (42, 4)},  # DeBERTa and MPNet; their attention weights are extra
 }
