@@ -154,22 +154,18 @@ LANGUAGES = {
     "Vakar ėjome į restoraną. Žmona užsisakė virtinukų, o aš keptą žąsį. Galbūt kitą kartą rinksimės ramesnį laiką.":
         ["cp1257"],
 }  # fmt: skip
+# The largest texts of the first encoding of each language are tried often.
+SIZED = [
+    pytest.param(text, one, size, id=f"{one}-{size}", marks=pytest.mark.long if size > 10_000 and place else ())
+    for size in (1_000, 10_000, 100_000) for text, ones in LANGUAGES.items() for place, one in enumerate(ones)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding", "size"),
-    [
-        pytest.param(text, one, size, id=f"{one}-{size}", marks=pytest.mark.long if size > 10_000 and place else ())
-        for text, ones in LANGUAGES.items()
-        for place, one in enumerate(ones)
-        for size in (1_000, 10_000, 100_000)
-    ],
-)
+@pytest.mark.parametrize(("text", "encoding", "size"), SIZED)
 def test_encodings_of_longer_texts_are_recognized(tmp_path: Path, text: str, encoding: str, size: int) -> None:
     sentences, draw = re.findall(r".+?(?:[.。] ?|$)", text), random.Random(size)
     content = "\n".join("".join(draw.choices(sentences, k=draw.randint(1, 4))) for _ in range(2 * size // len(text)))
-    path = tmp_path / "a.txt"
-    path.write_bytes(content.encode(encoding))
+    (path := tmp_path / "a.txt").write_bytes(content.encode(encoding))
     assert "".join(piece.text for piece in opened(path).read()) == content
     assert describe_file(path)
 
