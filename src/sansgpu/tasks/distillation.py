@@ -22,7 +22,6 @@ from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.teacher_folder import OF_TARGET, REMEDY, TeacherFolder, open_teacher_folder
 from sansgpu.kernels.block_quantization import Matrix
-from sansgpu.kernels.log_probabilities import target_log_probabilities
 from sansgpu.kernels.mixed_loss import SoftTargets
 from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import StepSums, Sums
@@ -149,6 +148,8 @@ class StudentLoss:
         places = (targets != IGNORE).nonzero()[:, 0]
         if not len(places):
             return targets, 1.0
+        from sansgpu.kernels.log_probabilities import target_log_probabilities
+
         with torch.no_grad():
             losses = -target_log_probabilities(hidden[places], head, targets[places])
         self.sums.add({CROSS_ENTROPY: float(losses.sum()), TARGETS: float(len(places))})
