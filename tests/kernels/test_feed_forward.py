@@ -24,6 +24,11 @@ EXACT: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
     Activation.RELU: F.relu,
 }
+EXACT_GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SWIGLU: F.silu,
+    Activation.GEGLU: F.gelu,
+    Activation.GEGLU_TANH: EXACT[Activation.GELU_TANH],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +80,7 @@ def test_feed_forward(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    gated = activation is Activation.SWIGLU
+    gated = activation in EXACT_GATES
     layers = layers_of([(width, inner), (inner, width)] + [(width, inner)] * gated, bias, dtype, frozen)
     x = (3 * torch.randn(2, rows, width)).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -83,7 +88,7 @@ def test_feed_forward(
     ours = gradients(y, x, layers)
     up, down, *gate = layers.double()
     wide = x.detach().double().requires_grad_()
-    activated = F.silu(gate[0](wide)) * up(wide) if gated else EXACT[activation](up(wide))
+    activated = EXACT_GATES[activation](gate[0](wide)) * up(wide) if gated else EXACT[activation](up(wide))
     assert_near(ours, gradients(down(activated), wide, layers), TOLERANCE[dtype])
 
 

@@ -31,8 +31,8 @@ class Activation(IntEnum):
 
 
 def activate(activation: Activation, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes an activation; with SwiGLU, x is the gate and y the values that it multiplies."""
-    return _FUNCTIONS[activation](x) if y is None else swiglu(x, y)
+    """Computes an activation; if it is gated, x is the gate and y the values that it multiplies."""
+    return _FUNCTIONS[activation](x) if y is None else gated(activation, x, y)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

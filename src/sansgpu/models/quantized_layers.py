@@ -12,7 +12,7 @@ from torch import nn
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight, dequantize_rows
 from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.linear import Linear, autocasted
-from sansgpu.models.modules import blocks_of
+from sansgpu.models.modules import Table, blocks_of
 
 
 class QuantizedLayer(nn.Module):
@@ -68,7 +68,7 @@ def embedding_scale(layer: Any) -> float | None:
 
     transformers has a class ...ScaledWordEmbedding in each family that scales its embedding.
     """
-    if type(layer) is nn.Embedding:
+    if type(layer) in (nn.Embedding, Table):
         return 1.0
     if not (isinstance(layer, nn.Embedding) and type(layer).__name__.endswith("ScaledWordEmbedding")):
         return None

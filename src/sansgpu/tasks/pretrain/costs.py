@@ -132,7 +132,8 @@ class DecoderCosts(Costs):
     def saved_bytes(self, execution: Execution) -> int:
         attending = self._attending_layers / self.layers
         per_token = attending * self._attention_block_bytes(execution)
-        per_token += (1 - attending) * self._delta_block_bytes(execution)
+        if self.model.has_states:
+            per_token += (1 - attending) * self._delta_block_bytes(execution)
         return int(execution.tokens(self.window) * per_token)
 
     def _delta_block_bytes(self, execution: Execution) -> int:
