@@ -247,8 +247,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
 
 
 def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
-    often = {"training__logging_steps": 10, "training__eval_steps": 15, "training__save_steps": 0}
-    events = train(home, tmp_path / "r", "--max-steps", "30", training__report_to="tensorboard", **often)
+    often = {"training__logging_steps": 25, "training__eval_steps": 40, "training__save_steps": 0}
+    events = train(home, tmp_path / "r", "--max-steps", "100", training__report_to="tensorboard", **often)
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
     for tag, kind, part in (
@@ -264,7 +264,8 @@ def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
         assert [(scalar.step, scalar.value) for scalar in board.Scalars(tag)] == wanted
     for event in of(events, "step"):
         assert event["it/s"] * event["step_seconds"] == pytest.approx(1)
-        assert sum(event["phase_seconds"].values()) == pytest.approx(event["step_seconds"], rel=0.2)
+        phases = sum(event["phase_seconds"].values())
+        assert 0.3 * event["step_seconds"] < phases < 1.05 * event["step_seconds"]  # other programs take time between
 
 
 def test_no_board_is_written_where_none_is_wanted(home: Path, tmp_path: Path) -> None:
