@@ -22,9 +22,10 @@ from tests.tasks.folders import model_folder
 STEPS, SAVED = 4, 2
 OFTEN = ("mamba2", "bert")
 WITH_GGUF = [family.model_type for family in families.with_gguf()]
-# Median over tokens of the relative difference of logits: q8_0 rounds weights to 1 of 127 parts of a block's largest.
-# The median, because a token whose experts are chosen by nearly equal scores may get others.
-Q8_DIFFERENCE = 0.04
+# Median over tokens of the relative difference of logits: q8_0 rounds weights to 1 of 127 parts of a block's largest,
+# and activations are bf16, which alone change those of Gemma 4's tiny model by 3%. The median, because a token whose
+# experts are chosen by nearly equal scores may get others.
+Q8_DIFFERENCE = 0.08
 
 
 def fill(home: Path) -> None:
