@@ -197,7 +197,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"normalizer": {"type": "Nothing"}}, "did not match"),
     "version": ({"version": 5}, "is not a usable tokenizer"),
 }
-OFTEN = ("normalizer that aborts", "backtracking", "id")  # of each kind one: crashes, takes too long, is too large
+OFTEN = ("normalizer that aborts", "backtracking", "id")  # a crash, a computation that takes too long, and a size
 
 
 def odd_tokenizer(parts: dict[str, Any]) -> str:

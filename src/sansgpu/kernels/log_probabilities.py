@@ -85,6 +85,6 @@ class _TargetLogProbabilities(torch.autograd.Function):
 
 
 def _scaled(scale: torch.Tensor, chunk: Chunk) -> Chunk:
-    """Multiplies a chunk's gradients by the incoming gradients of its losses; `scale` (N,) has those of all rows."""
+    """Multiplies the gradients of a chunk by `scale` (N,), the gradients of the losses of all tokens."""
     part = scale[chunk.rows]
     return chunk._replace(shares=chunk.shares.mul_(part), at_target=chunk.at_target.mul_(part))

@@ -44,7 +44,7 @@ def gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch
     """Computes activation(gate) * up, where the activation is SiLU, GELU or its tanh approximation."""
     if library.takes(gate, up) and gate.dtype == up.dtype and gate.shape == up.shape:
         return cast(torch.Tensor, _ActivationFunction.apply(activation, gate, up))
-    return _GATES[activation](gate) * up
+    return GATES[activation](gate) * up
 
 
 def gated_half(activation: Activation, joined: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def gated_half(activation: Activation, joined: torch.Tensor) -> torch.Tensor:
     if library.takes(joined):
         return cast(torch.Tensor, _GatedHalf.apply(activation, joined))
     gate, up = joined.chunk(2, dim=-1)
-    return _GATES[activation](gate) * up
+    return GATES[activation](gate) * up
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU_SQUARED: relu_squared,
     Activation.RELU: relu,
 }
-_GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SWIGLU: F.silu,
     Activation.GEGLU: F.gelu,
     Activation.GEGLU_TANH: partial(F.gelu, approximate="tanh"),

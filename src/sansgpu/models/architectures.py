@@ -175,7 +175,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def has_states(self) -> bool:
-        """Whether some blocks keep a recurrent state."""
+        """Returns whether the decoder has blocks with a recurrent state instead of attention."""
         return self.period > 1
 
     def bigram_problem(self) -> str | None:

@@ -189,7 +189,7 @@ class DecoderBlock(nn.Module):
 
     @property
     def attends(self) -> bool:
-        """Whether the block has attention."""
+        """Returns whether the block has attention; otherwise it has a gated delta net."""
         return "attention" in self._modules
 
     def forward(

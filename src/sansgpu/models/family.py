@@ -18,7 +18,7 @@ Weights = dict[str, torch.Tensor]
 Settings = Mapping[str, Any]  # the contents of a config.json
 Metadata = Mapping[str, Any]  # the metadata of a GGUF file by key
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block, in the name of a weight
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of the block in the name of a weight
 
 # Sizes of tiny models in config.json, for tests and trials: with multi-head attention, with grouped-query attention
 # (GQA), for families whose head_dim does not follow from the other sizes, and with multi-head latent attention (MLA).

@@ -63,7 +63,8 @@ class RowStates:
 class GatedDeltaNet(nn.Module):
     """A short convolution, the gated delta rule, and an RMSNorm of each head that is multiplied by a gate.
 
-    Each of the K key heads serves H / K value heads. K and d are those of the attention layers.
+    Each of the K key heads serves H / K value heads. K and d are equal to the key-value heads
+    and the head dim of attention.
     """
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -112,7 +112,7 @@ class ModuleShape:
 
 
 def count_parameters(model: nn.Module, parts: Mapping[str, str], layers: int) -> dict[str, int]:
-    """Counts the parameters of each part of a model whose blocks stand for `layers` blocks, in which they repeat.
+    """Counts the parameters of each part of a model whose blocks are repeated until there are `layers` of them.
 
     `parts` maps the name of a part to a regular expression for the start of its parameters' names. Tied parameters
     count once. Omits parts without parameters.

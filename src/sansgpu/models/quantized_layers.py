@@ -45,7 +45,7 @@ class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
     """A quantized token embedding, which dequantizes the rows that it looks up to fp32: (...,) -> (..., inputs)."""
 
     scale: float = 1.0  # multiplies the rows, as in Gemma
-    plain_class: type[nn.Embedding] = nn.Embedding  # that of the layer before it was quantized
+    plain_class: type[nn.Embedding] = nn.Embedding  # the layer's class before it was quantized
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = dequantize_rows(self.blocks.data[input.flatten()], self.blocks.format)

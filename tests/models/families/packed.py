@@ -10,7 +10,7 @@ LENGTHS = (70, 3, 90)  # longer and shorter than windows and than the chunks of 
 
 
 def assert_packed_equals_separate(plain: Any, patched: Any, vocabulary: int) -> None:
-    """Requires the summed loss and the gradients of the examples, packed, to be those of one after the other."""
+    """Requires packed examples to have the summed loss and the gradients that they have one after the other."""
     unpadded = UnpaddedModel(patched, pack=True)
     assert unpadded.packs
     lengths = torch.tensor(LENGTHS)

@@ -65,7 +65,8 @@ def read(path: Path) -> TransformerLM:
     return decoder.eval()
 
 
-REWRITTEN = ("norm.weight", "A_log")  # of a hybrid, for which llama.cpp stores 1 + weight and -exp(A_log)
+# Weights of a hybrid for which GGUF files contain 1 + weight and -exp(A_log).
+REWRITTEN = ("norm.weight", "A_log")
 
 
 def bound(tensor: torch.Tensor, kind: GGUFType) -> torch.Tensor:

@@ -29,6 +29,13 @@ def fill(home: Path) -> None:
         AutoTokenizer.from_pretrained(model_folder(architecture)).save_pretrained(home / architecture)
 
 
+def refusal(capsys: Captured, tmp_path: Path, chosen: dict[str, object]) -> str:
+    """Returns the sentence with which `train` refuses the settings `chosen`."""
+    capsys.readouterr()
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
+    return sentence(capsys)
+
+
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 @pytest.mark.parametrize("command", ["train", "generate"])
 def test_an_encoder_does_not_continue_texts(
@@ -54,11 +61,10 @@ def test_an_encoder_without_a_head_is_not_called_damaged(home: Path, tmp_path: P
     """transformers leaves the missing head of its causal class uninitialized, so that its logits may be NaN."""
     model = make_architecture(tmp_path / "model", "data2vec-text", "none", tokenizer_for("bert"))
     chosen = {"task": "sft", "model.name_or_path": model, "data.dataset_name": home / "chat.jsonl"}
-    capsys.readouterr()
-    assert (
-        cli(["train", *options(chosen, {"data.chat_template": "simple"}), "--output-dir", str(tmp_path / "run")]) == 2
+    chosen["data.chat_template"] = "simple"
+    assert refusal(capsys, tmp_path, chosen).startswith(
+        f"sansgpu: {model} is an encoder, whose tokens attend to later ones, but "
     )
-    assert sentence(capsys).startswith(f"sansgpu: {model} is an encoder, whose tokens attend to later ones, but ")
 
 
 def test_an_encoder_without_its_decoder_is_not_called_damaged(tmp_path: Path, capsys: Captured) -> None:
@@ -67,9 +73,7 @@ def test_an_encoder_without_its_decoder_is_not_called_damaged(tmp_path: Path, ca
     T5EncoderModel.from_pretrained(whole).save_pretrained(model)
     AutoTokenizer.from_pretrained(whole).save_pretrained(model)
     chosen = {"task": "classify", "model.name_or_path": model, "data.dataset_name": rows}
-    capsys.readouterr()
-    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
-    assert sentence(capsys) == (
+    assert refusal(capsys, tmp_path, chosen) == (
         f"sansgpu: {model} contains only an encoder, but a T5ForSequenceClassification also has a decoder; choose "
         "another model or task."
     )
@@ -82,17 +86,15 @@ def test_a_model_that_compares_the_vectors_of_tokens_is_refused(tmp_path: Path, 
     modules = ("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense")
     (model / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in modules]))
     chosen = {"task": "embed", "model.name_or_path": model, "data.dataset_name": rows}
-    capsys.readouterr()
-    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
-    assert sentence(capsys).startswith(f"sansgpu: {model}/modules.json names no Pooling, because the model compares ")
+    assert refusal(capsys, tmp_path, chosen).startswith(
+        f"sansgpu: {model}/modules.json names no Pooling, because the model compares "
+    )
 
 
 def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: Path, capsys: Captured) -> None:
     model = model_folder("mamba")
     chosen = {"task": "tokens", "model.name_or_path": model, "data.dataset_name": home / "tags.conll"}
-    capsys.readouterr()
-    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
-    assert sentence(capsys) == (
+    assert refusal(capsys, tmp_path, chosen) == (
         f"sansgpu: {model} cannot be built as a token classification model: transformers has no such model "
         "for its architecture; choose another model or task."
     )
@@ -103,9 +105,7 @@ def test_a_model_whose_blocks_have_no_layers_for_an_adapter_is_refused(tmp_path:
     model = make_architecture(tmp_path / "model", "squeezebert", "none", tokenizer_for("bert"))
     rows = write_rows(tmp_path / "rows.jsonl", [*rows_of("embed")])
     chosen = {"task": "embed", "model.name_or_path": model, "model.adapter": "lora", "data.dataset_name": rows}
-    capsys.readouterr()
-    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
-    assert sentence(capsys) == (
+    assert refusal(capsys, tmp_path, chosen) == (
         f"sansgpu: model.adapter: the blocks of {model} have no linear layers for an adapter; set model.adapter to "
         "none."
     )
@@ -117,9 +117,7 @@ def test_a_model_whose_weights_transformers_names_differently_is_not_called_dama
     """transformers names weights differently in Qwen's and Llama's QA models than in their language models."""
     model = model_folder("qwen2")
     chosen = {"task": "qa", "model.name_or_path": model, "data.dataset_name": home / "squad.json"}
-    capsys.readouterr()
-    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
-    assert sentence(capsys) == (
+    assert refusal(capsys, tmp_path, chosen) == (
         f"sansgpu: {model} has none of the weights of a Qwen2ForQuestionAnswering, which transformers names in a "
         "different way; choose another model or task."
     )

@@ -52,7 +52,8 @@ class TokenizedParts:
     def parts_of(self, typed: Any) -> Parts:
         """Returns the parts of a typed row. Raises BadRowError if the model cannot learn from it."""
         if self.tokenizer.chat_template is None and needs_template(typed):
-            self.tokenizer.chat_template = native_template(self.tokenizer)  # as in training
+            # Training chooses the same template for a base model.
+            self.tokenizer.chat_template = native_template(self.tokenizer)
         return tuple(self._by_type.get(type(typed), self._texts)(typed))
 
     def _document(self, text: str) -> Iterator[ExamplePart]:

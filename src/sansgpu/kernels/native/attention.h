@@ -42,7 +42,7 @@ struct View {
 
 struct Shape : AttentionSizes {
   float scale;
-  SoftCap cap;  // of scores before scaling
+  SoftCap cap;  // It bounds scores that are not yet multiplied by `scale`.
   Shape(const AttentionSizes& sizes, double softcap)
       : AttentionSizes(sizes),
         scale(1.0f / std::sqrt(static_cast<float>(sizes.d))),

@@ -1,8 +1,8 @@
 // Rotary position embedding of queries and keys, optionally after RMSNorm of each head (QK-norm); kernels/rotary.py has
 // the reference.
 //
-// N tokens, H heads, d head dim (even). Tensors are (N, H, d); those of q, k and their gradients may have gaps between
-// tokens. cos and sin are (periods, d), and token i uses row i % periods, so that all rows of a batch can share their
+// N tokens, H heads, d head dim (even). Tensors are (N, H, d); q, k and their gradients may have gaps between tokens.
+// cos and sin are (periods, d), and token i uses row i % periods, so that all rows of a batch can share their
 // positions.
 
 #include "norm.h"

@@ -20,7 +20,7 @@ class States(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """What a layer needs to continue its sequences in another pass."""
+    """The state of a recurrent layer after a pass, from which the next pass continues each sequence."""
 
     inputs: torch.Tensor  # (S, D, W): the last inputs of its convolution of D channels
     memory: torch.Tensor  # (S, ...): the states of its recurrence

@@ -191,7 +191,7 @@ def placeholders(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict
 def merged_sources(
     model: nn.Module, stored: Mapping[str, StoredTensor], given: Mapping[str, torch.Tensor], new: set[str]
 ) -> set[str]:
-    """Returns the names of the stored tensors from which transformers computes weights, such as those of experts.
+    """Returns the names of stored tensors that transformers merges into other weights, such as one tensor per expert.
 
     Empty if each weight of the model, except the `new` ones, is a stored tensor whose placeholder is in `given`.
     """

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels.norm import FusedNorm, OffsetRMSNorm, RMSNorm, residual
-from sansgpu.kernels.pointwise import Activation, gated, gated_half, gelu, gelu_tanh
+from sansgpu.kernels.pointwise import GATES, Activation, gated, gated_half, gelu, gelu_tanh
 from sansgpu.models.layer_trials import (
     AttentionPart,
     LinearPart,
@@ -29,7 +29,6 @@ from sansgpu.models.layer_trials import (
     with_forward,
 )
 
-GATES = (Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH)
 # What autograd saves: a tensor, or its shape and the function that recomputes it.
 _Saved = torch.Tensor | tuple[torch.Size, Callable[[], torch.Tensor]]
 

@@ -75,7 +75,7 @@ def _trained_length(module: Any, layer_type: str | None) -> int:
 class RotaryNames(NamedTuple):
     """The names of the linear layers of attention."""
 
-    inputs: tuple[str, ...]  # of queries, keys and values, or of one layer that computes all, in this order
+    inputs: tuple[str, ...]  # three layers for queries, keys and values, or one that computes all in this order
     output: str
 
 
