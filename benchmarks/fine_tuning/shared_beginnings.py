@@ -21,6 +21,7 @@ import torch
 from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.shared_prefixes import SharedPrefixes
+from sansgpu.tasks.base import ModelUse
 from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.sft.objective import SFTObjective
 
@@ -107,7 +108,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = {"name_or_path": arguments.model, "adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
     config = SCHEMA.model_validate({"task": "sft", "model": settings, "data": {"dataset_name": "-"}})
-    model = SFTObjective(config, random=True, layers=arguments.layers).unpadded
+    model = SFTObjective(config, ModelUse(random=True, layers=arguments.layers)).unpadded
     if not model.shares:
         parser.error(f"{arguments.model} does not share beginnings; pass a decoder with attention in all layers.")
     rows = []

@@ -36,7 +36,7 @@ from sansgpu.tasks.capabilities import Chats, GGUFParts, can
 from sansgpu.tasks.static.distill import static_folder
 from sansgpu.tasks.static.model import write_static_folder
 from sansgpu.tasks.static.task import StaticEmbeddings
-from sansgpu.tasks.task import TrainedModel
+from sansgpu.tasks.task import TrainedModel, Verb
 from sansgpu.train.loading import FINAL, ModelRequest, class_of_run, open_model
 from sansgpu.train.run_folders import open_run, require_run
 
@@ -62,7 +62,7 @@ def export_run(
     folder = _output_of_run(run, output, "export")
     _require_model_folder(folder, run)
     _require_adapter(run, config, merge)
-    loaded = open_model(model, "export", warn, progress)
+    loaded = open_model(model, "export", warn, progress, computes=False)
     progress(f"writing {folder}", 0, 0)
     loaded.task_class.export_model(loaded, folder, merge)
     write_model_card(run, folder, loaded.source.step, warn)
@@ -78,7 +78,7 @@ def _export_merged(
         raise ConfigError(f"{adapter} already contains only an adapter; remove --no-merge.")
     folder = _require_output(adapter, output)
     _require_model_folder(folder, adapter.resolve().parent)
-    loaded = open_model(model, "chat", warn, progress)
+    loaded = open_model(model, "chat", warn, progress, computes=False)
     progress(f"writing {folder}", 0, 0)
     loaded.task_class.export_model(loaded, folder, True)
     return folder
@@ -243,7 +243,8 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def _open_for_gguf(model: ModelRequest, warn: Warn, progress: ReportProgress) -> TrainedModel:
-    return open_model(model, "chat" if _is_model_folder(Path(model.target)) else "gguf", warn, progress)
+    verb: Verb = "chat" if _is_model_folder(Path(model.target)) else "gguf"
+    return open_model(model, verb, warn, progress, computes=False)
 
 
 def _write_gguf(path: Path, run: Path, loaded: TrainedModel, parts: GGUFParts, weight_type: str, warn: Warn) -> None:
@@ -342,5 +343,5 @@ def _write_encoder(model: ModelRequest, folder: Path, warn: Warn, progress: Repo
         raise decoder_error(model.target)
     if issubclass(cast(type, task), StaticEmbeddings):
         raise ConfigError(f"{model.target} has static embeddings, which --format onnx does not support; use hf.")
-    loaded = open_model(model, "export", warn, progress)
+    loaded = open_model(model, "export", warn, progress, computes=False)
     loaded.task_class.export_model(loaded, folder, True)

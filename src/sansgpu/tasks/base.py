@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +55,19 @@ def with_expected_vocabulary(config: Config) -> Config:
 def _sized(config: Config, vocabulary: int) -> Config:
     size = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return config.with_values("model", vocab_size=size)
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """What a pretrained model is loaded for: training, unless a field says otherwise."""
+
+    random: bool = False  # the weights are random instead of pretrained
+    layers: int | None = None  # another number of layers, if the weights are random
+    frozen: bool = False  # for inference only, so that quantized matrices stay quantized
+    computes: bool = True  # if False, only the weights are read, so that the layers stay those of transformers
+
+
+TRAINING = ModelUse()
 
 
 class TaskDefaults:

@@ -46,7 +46,7 @@ from sansgpu.models.huggingface.source import is_text_part, requantized_formats
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, save_tokenizer
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.shared_prefixes import lexicographic_order
-from sansgpu.tasks.base import ComposedTask, ObjectiveBase
+from sansgpu.tasks.base import TRAINING, ComposedTask, ModelUse, ObjectiveBase
 from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.evaluation import TokensOf, tokens_of
 from sansgpu.tasks.kept_activations import KeepingTask, TokenSequences
@@ -61,15 +61,11 @@ PASS_TOKENS = 4096  # tokens per forward pass outside training: enough for full 
 
 
 class FineTuning(ObjectiveBase, ABC):
-    """A pretrained model and its loss.
-
-    With `random`, the weights are random, and `layers` can change the number of layers. With `frozen`, the model is
-    only for inference, and quantized matrices stay quantized.
-    """
+    """A pretrained model and its loss."""
 
     head_type: ClassVar[HeadType]
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
+    def __init__(self, config: Config, use: ModelUse = TRAINING) -> None:
         from sansgpu.models.huggingface.packed_forward import UnpaddedModel
         from sansgpu.models.huggingface.patches import (  # imports transformers, which takes seconds
             LAYERS,
@@ -79,17 +75,18 @@ class FineTuning(ObjectiveBase, ABC):
 
         self.config, settings, seed = config, config.model, config.training.seed
         self.head = self.head_of(config)
-        if layers is not None and settings.trained_layers not in (None, AUTO):
+        if use.layers is not None and settings.trained_layers not in (None, AUTO):
             settings = settings.model_copy(update={"trained_layers": 1.0})  # times a trained block
-        if random:
-            self.model = random_model(settings, self.head, layers)
+        if use.random:
+            self.model = random_model(settings, self.head, use.layers)
         else:
-            self.model = load_model(settings, self.head, seed, frozen)
+            self.model = load_model(settings, self.head, seed, use.frozen)
         self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
-        unpatched = patch_model(self.model)
-        self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
+        unpatched = patch_model(self.model) if use.computes else [LAYERS]
+        pack = config.data.pack_sequences and use.computes  # otherwise trials would compute
+        self.unpadded = UnpaddedModel(self.model, pack, config.window)
         self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
-        if settings.adapter == "continue" and not random:
+        if settings.adapter == "continue" and not use.random:
             load_adapter_weights(self._adapted, settings)
         if LAYERS not in unpatched:
             patch_layers(self.model)  # again, for the layers of the adapter
@@ -100,7 +97,7 @@ class FineTuning(ObjectiveBase, ABC):
         self._lower = lower_layers(self.model, settings)  # those that are frozen, or will be
         if settings.freezes_at_start:
             self.unpadded.frozen = self._lower
-        self.notes: Sequence[str] = list(self._notes(unpatched))
+        self.notes: Sequence[str] = list(self._notes(unpatched)) if use.computes else ()
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None
         self._in_forward = False  # True in the forward pass of training, but not while backward recomputes a block
@@ -298,7 +295,7 @@ class FineTuningTask(KeepingTask, ComposedTask):
 
     @classmethod
     def new_objective(cls, config: Config, layers: int | None = None) -> FineTuning:
-        return cls.objective_class(config, random=True, layers=layers)
+        return cls.objective_class(config, ModelUse(random=True, layers=layers))
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
@@ -313,7 +310,8 @@ class FineTuningTask(KeepingTask, ComposedTask):
         """Loads a transformers model and, for a run, its trained weights from the snapshot (checkpoint)."""
         config = source.config or cls.config_of_model(source)
         config = cls.with_vocabulary(config.with_values("model", trust_remote_code=source.remote_code))
-        objective = cls.objective_class(config, frozen=source.config is None)
+        use = ModelUse(frozen=source.config is None, computes=source.computes)
+        objective = cls.objective_class(config, use)
         tokenizer = load_chat_tokenizer(config)
         if source.snapshot is not None:
             with torch.no_grad():

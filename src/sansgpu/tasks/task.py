@@ -43,14 +43,15 @@ class SavedState(Protocol):
 class ModelSource:
     """The location of a model: a run's snapshot, or a model's folder, file or Hub name.
 
-    `remote_code` allows running Python code from the model's repository.
+    `remote_code` allows running Python code from the model's repository. Without `computes`, only the weights are read.
     """
 
     target: str
     remote_code: bool = False
-    config: Config | None = None  # this and the following fields are only set for a run
+    config: Config | None = None  # this, the snapshot and the tokenizer are only set for a run
     snapshot: SavedState | None = None
     tokenizer: Path | None = None
+    computes: bool = True
 
     @property
     def path(self) -> Path:

@@ -55,9 +55,12 @@ class ModelRequest:
 
 
 def open_model(
-    request: ModelRequest, verb: Verb, warn: Warn, progress: ReportProgress = ignore_progress
+    request: ModelRequest, verb: Verb, warn: Warn, progress: ReportProgress = ignore_progress, computes: bool = True
 ) -> TrainedModel:
-    """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can."""
+    """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can.
+
+    Without `computes`, the model is only for reading its weights.
+    """
     target, objective = request.target, request.objective
     folder = local_path(target)
     if contains_run(folder):
@@ -66,14 +69,14 @@ def open_model(
         if config.outside_class is not None:
             config, paths = open_run(folder)  # again, because the class is imported now and may declare defaults
         snapshot = require_snapshot(folder, config, paths, request.snapshot, warn)
-        source = ModelSource(target, request.remote_code, config, snapshot, paths.tokenizer)
+        source = ModelSource(target, request.remote_code, config, snapshot, paths.tokenizer, computes)
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; remove --objective.")
         task = class_of_model(target, verb)
         if request.snapshot != FINAL:
             raise ConfigError(f"{target} is not a run, so it has no snapshots; remove --snapshot.")
-        source = ModelSource(target, request.remote_code)
+        source = ModelSource(target, request.remote_code, computes=computes)
     device, precision = torch.device("cpu"), "fp32"
     if verb not in task.verbs_without_kernels:
         device, precision = _set_up(source, request.precision, warn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -189,11 +188,9 @@ def _stored_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _merges_of_scores(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     scores, types = metadata[Keys.Tokenizer.SCORES], metadata[Keys.Tokenizer.TOKEN_TYPE]
-    merged = sorted(
-        (name for name, index in vocabulary.items() if types[index] == TokenType.NORMAL and len(name) > 1),
-        key=lambda name: -scores[vocabulary[name]],
-    )
-    return _splits(merged, vocabulary)
+    normal = (index for index in vocabulary.values() if types[index] == TokenType.NORMAL)
+    names = metadata[Keys.Tokenizer.LIST]
+    return _splits((names[index] for index in sorted(normal, key=scores.__getitem__, reverse=True)), vocabulary)
 
 
 def _splits(names: Iterable[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -221,15 +218,15 @@ def _sentence_piece_ranks(raw: Mapping[str, Any]) -> dict[str, int] | None:
     model = raw["model"]
     if model["type"] != "BPE" or not model.get("byte_fallback") or not model["merges"] or _space_rule(raw) is None:
         return None
-    vocabulary, ranks, counts = model["vocab"], dict[str, int](), Counter[str]()
-    last = ""
-    for left, right in _merges(model):
+    vocabulary, merges, ranks, last = model["vocab"], _merges(model), dict[str, int](), ""
+    for left, right in merges:
         name = left + right
-        if name != last and name in ranks:
+        if name == last:
+            continue
+        if name in ranks:
             return None
-        ranks.setdefault(name, len(ranks))
-        counts[name], last = counts[name] + 1, name
-    complete = counts == Counter(left + right for left, right in _splits(ranks, vocabulary))
+        ranks[name], last = len(ranks), name
+    complete = set(merges) == set(_splits(ranks, vocabulary))
     added = {token["content"] for token in raw["added_tokens"]}
     unmerged = (name for name in vocabulary if name not in ranks and name not in added and not _BYTE.fullmatch(name))
     return ranks if complete and not _splits(unmerged, vocabulary) else None

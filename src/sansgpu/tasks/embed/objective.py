@@ -27,6 +27,7 @@ from sansgpu.models.huggingface.sentence_embedding import (
 )
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.tasks.base import TRAINING, ModelUse
 from sansgpu.tasks.embed.data import tokenize
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.losses import LossName, embedding_loss
@@ -80,8 +81,8 @@ class EmbeddingObjective(ComparedEmbeddings, FineTuning):
 
     head_type = "none"
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
-        super().__init__(config, random, layers, frozen)
+    def __init__(self, config: Config, use: ModelUse = TRAINING) -> None:
+        super().__init__(config, use)
         self.layout = embedding_layout(config, self.unpadded.causal)
         self._hidden_size = self.width = output_width(self.unpadded)
         self.dense = read_dense(config.model, self.layout, self.width)

@@ -18,6 +18,7 @@ from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, save_tokenizer
+from sansgpu.tasks.base import TRAINING, ModelUse
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
 from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus
@@ -42,8 +43,8 @@ class MaskedObjective(FineTuning):
 
     head_type = "masked"
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
-        super().__init__(config, random, layers, frozen)
+    def __init__(self, config: Config, use: ModelUse = TRAINING) -> None:
+        super().__init__(config, use)
         self._sums = MetricSums()
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:

@@ -17,7 +17,7 @@ from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.generation.answer_end import token_ids
 from sansgpu.models.huggingface.causal_lm import student_loss
-from sansgpu.tasks.base import ObjectiveBase
+from sansgpu.tasks.base import TRAINING, ModelUse, ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
 from sansgpu.tasks.evaluation import TokensOf
 from sansgpu.tasks.fine_tuning import FineTuning
@@ -29,8 +29,8 @@ class SFTObjective(FineTuning):
 
     head_type = "causal"
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
-        super().__init__(config, random, layers, frozen)
+    def __init__(self, config: Config, use: ModelUse = TRAINING) -> None:
+        super().__init__(config, use)
         self._student = StudentLoss(config)
 
     def step_sums(self) -> Sums:
