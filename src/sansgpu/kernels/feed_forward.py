@@ -11,7 +11,6 @@ from sansgpu.kernels.linear import (
     GradientSum,
     Linear,
     autocasted,
-    by_precision,
     gradient_sums,
     multiply_each,
     parameter_gradients,
@@ -19,7 +18,7 @@ from sansgpu.kernels.linear import (
     precision_of,
     use_kernel,
 )
-from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, sum_of_matmuls
 from sansgpu.kernels.pointwise import Activation, activate
 
 
@@ -75,11 +74,9 @@ class _FeedForwardFunction(torch.autograd.Function):
             of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
         inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
         of_activated = [Matmul(grad, down, activated_grad)]
-        same_precision, other_precision = by_precision(ctx.precision, of_weights, of_inputs)
         options = ctx.precision, ctx.activation
-        _call("feed_forward_gradient", *options, of_activated, same_precision, *inputs, *outputs, activated)
-        if other_precision:
-            multiply(ctx.precision.of_weight_gradient, *other_precision)
+        after = [*of_weights, *of_inputs]
+        _call("feed_forward_gradient", *options, of_activated, after, *inputs, *outputs, activated)
         return x_grad, None, None, None, *gradients
 
 

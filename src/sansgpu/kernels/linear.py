@@ -156,14 +156,6 @@ def parameter_gradients(
     return matmuls, found
 
 
-def by_precision(
-    precision: MatmulPrecision, of_weights: list[Matmul], of_inputs: list[Matmul]
-) -> tuple[list[Matmul], list[Matmul]]:
-    """Divides the gradients of layers into those to compute in `precision`, and those in its `of_weight_gradient`."""
-    same = precision.of_weight_gradient == precision
-    return ([*of_weights, *of_inputs], []) if same else (of_inputs, of_weights)
-
-
 def _apply(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
     parameters = parameters_of(layers)
     results = _LinearFunction.apply(x, precision_of(x, layers[0]), gradient_sums(parameters), *parameters)
@@ -197,8 +189,5 @@ class _LinearFunction(torch.autograd.Function):
         if weights:
             x_grad = grads[0].new_empty(ctx.shape)
             of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
-        together, apart = by_precision(ctx.precision, matmuls, of_inputs)
-        multiply(ctx.precision, *together)
-        if apart:
-            multiply(ctx.precision.of_weight_gradient, *apart)
+        multiply(ctx.precision, *matmuls, *of_inputs)
         return x_grad, None, None, *found

@@ -27,8 +27,8 @@ class MatmulPrecision(IntEnum):
     """The number format in which a matmul multiplies: its operands' own, or integers to which it converts them.
 
     The integers are block floating point (native/block_floats.h). In INT16, 512 consecutive terms of a row share a
-    scale, and each has 12 bits. In INT8, 256 terms share a scale, and each has 8 bits. The operands are fp32, but bf16
-    for BF16 and INT8_OF_BF16.
+    scale, and each has 12 bits. In INT8, terms are rotated (native/rotation.h), 256 share a scale, and each has 8 bits.
+    The operands are fp32, but bf16 for BF16 and INT8_OF_BF16.
     """
 
     FP32 = constants()["FP32"]
@@ -48,13 +48,6 @@ class MatmulPrecision(IntEnum):
         if integer is None or dtype != torch.float32:
             return cls.FP32
         return cls.INT8 if integer == "int8" else cls.INT16
-
-    @property
-    def of_weight_gradient(self) -> MatmulPrecision:
-        """The precision of weight gradients, which int8 would spoil (SwitchBack, arXiv 2304.13013)."""
-        return {MatmulPrecision.INT8: MatmulPrecision.INT16, MatmulPrecision.INT8_OF_BF16: MatmulPrecision.BF16}.get(
-            self, self
-        )
 
 
 def is_native(*matrices: torch.Tensor) -> bool:

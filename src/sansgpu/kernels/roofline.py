@@ -46,19 +46,14 @@ def best_seconds(work: Callable[[], object], device: str = "cpu", min_seconds: f
     return best
 
 
-def _product(
-    a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = False, of_weight: bool = False
-) -> Callable[[], object]:
-    """Returns a function that multiplies a and b: with our kernel for integers or if `ours`, otherwise with torch's.
-
-    With `of_weight`, it multiplies in the precision of weight gradients.
-    """
+def _product(a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = False) -> Callable[[], object]:
+    """Returns a function that multiplies a and b: with our kernel for integers or if `ours`, otherwise with torch's."""
     integer = integer_of(precision)
     if integer is None and not ours:
         return lambda: torch.mm(a, b)
     library.load()
     matmul, chosen = Matmul(a, b, a.new_empty(a.shape[0], b.shape[1])), MatmulPrecision.of(a.dtype, integer)
-    return lambda: multiply(chosen.of_weight_gradient if of_weight else chosen, matmul)
+    return lambda: multiply(chosen, matmul)
 
 
 def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
@@ -112,8 +107,8 @@ def product_seconds(
     dtype = tensor_dtype(precision)
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
     weight = torch.ones(outputs, inputs, dtype=dtype)
-    operands = ((x, weight.T, False), (grad, weight, False), (grad.T, x, True))
-    products = (_product(a, b, precision, ours, of_weight) for a, b, of_weight in operands)
+    operands = ((x, weight.T), (grad, weight), (grad.T, x))
+    products = (_product(a, b, precision, ours) for a, b in operands)
     return sum(best_seconds(product, min_seconds=min_seconds) for product in products)
 
 

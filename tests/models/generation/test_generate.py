@@ -37,6 +37,7 @@ from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
+from tests.kernels.test_integer_matmul import rotated
 from tests.models.small import TEXT, TOKENIZER, model_of
 from tests.tasks.folders import model_folder
 
@@ -161,7 +162,7 @@ def test_an_exact_step_in_integers_rounds_only_the_weights() -> None:
             if parameter.ndim > 1 and "embed" not in name:  # numbers that 8-bit integers represent
                 whole = torch.randint(-127, 128, parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                 whole[:, ::256] = 127
-                parameter.copy_(whole * 2.0**-13)
+                parameter.copy_(rotated(whole * 2.0**-13, back=True))
     set_matmul_precision(unpadded.model, "int8")
     step = pretrained_step(unpadded.model)
     assert step is not None

@@ -5,12 +5,13 @@
 // or column begins with a header of words, the first of which is its scale.
 //
 // bfp16 has mantissas of 12 bits and powers of two as scales; Drumond et al. (2018), arXiv 1804.01526, train with such
-// operands as with fp32. bfp8 has mantissas of 8 bits. Instructions of VNNI multiply unsigned by signed bytes, so the
-// mantissas of A are stored plus OFFSET. The second word of a header of B subtracts what this adds to the sum.
+// operands as with fp32. bfp8 has mantissas of 8 bits, and the terms of its blocks are rotated (rotation.h). Instructions
+// of VNNI multiply unsigned by signed bytes, so the mantissas of A are stored plus OFFSET. The second word of a header of
+// B subtracts what this adds to the sum.
 #pragma once
 
 #include "operand.h"
-#include "product_vectors.h"
+#include "rotation.h"
 
 namespace sansgpu {
 
@@ -42,6 +43,8 @@ template <BlockFloat P>
 constexpr int64_t BLOCK_TERMS = BlockFormat<P>::TERMS;
 template <BlockFloat P>
 constexpr int64_t HEADER_WORDS = BlockFormat<P>::HEADER_WORDS;
+template <BlockFloat P>
+constexpr bool ROTATES = std::is_same_v<P, bfp8>;
 template <BlockFloat P>
 constexpr int64_t HEADER_PLACES = HEADER_WORDS<P> * PER_WORD<P>;
 
@@ -136,9 +139,9 @@ inline int32_t largest_magnitude_bits(const T* from, int64_t count) {
   return largest;
 }
 
-// Converts a block of a row, `terms` contiguous values, to words of mantissas. Returns its scale.
+// Converts a block of contiguous values, rotated if P is bfp8, to words of mantissas. Returns its scale.
 template <BlockFloat P, typename T>
-inline float convert_row(const T* from, int64_t terms, P* mantissas) {
+inline float convert_values(const T* from, int64_t terms, P* mantissas) {
   using Bits = std::conditional_t<sizeof(P) == 1, uint8_t, uint16_t>;
   const auto to = reinterpret_cast<Bits*>(mantissas);
   const BlockScale<P> block(largest_magnitude_bits(from, terms));
@@ -147,18 +150,37 @@ inline float convert_row(const T* from, int64_t terms, P* mantissas) {
   return block.scale;
 }
 
+// Converts a block of a row, `terms` contiguous values, to words of mantissas. Returns its scale.
+template <BlockFloat P, typename T>
+inline float convert_row(const T* from, int64_t terms, P* mantissas) {
+  if constexpr (ROTATES<P>) {
+    alignas(64) float rotated[BLOCK_TERMS<P>];
+    for (int64_t k = 0; k < terms; ++k) rotated[k] = load(from + k);
+    rotate_row(rotated, terms);
+    return convert_values(rotated, terms, mantissas);
+  } else {
+    return convert_values(from, terms, mantissas);
+  }
+}
+
 constexpr int64_t MOST_COLUMNS = 64;  // converted together
 
 // The columns of a row-major matrix that are converted together, at most MOST_COLUMNS.
 template <BlockFloat P, typename T>
 class ColumnBlock {
+  using Value = std::conditional_t<ROTATES<P>, float, T>;
+
  public:
   // Finds the scales of a block with `terms` rows.
-  ColumnBlock(const T* from, int64_t ld, int64_t terms, int64_t columns) : from_(from), ld_(ld), terms_(terms) {
+  ColumnBlock(const T* from, int64_t ld, int64_t terms, int64_t columns) : ld_(ld), terms_(terms) {
+    if constexpr (ROTATES<P>)
+      rotate(from, ld, columns);
+    else
+      from_ = from;
     int32_t largest[MOST_COLUMNS] = {};
     for (int64_t k = 0; k < terms; ++k)
       for (int64_t j = 0; j < columns; ++j)
-        largest[j] = std::max(largest[j], magnitude_bits(load(from + k * ld + j)));
+        largest[j] = std::max(largest[j], magnitude_bits(load(from_ + k * ld_ + j)));
     for (int64_t j = 0; j < columns; ++j) {
       const BlockScale<P> block(largest[j]);
       scales_[j] = block.scale;
@@ -179,11 +201,24 @@ class ColumnBlock {
   }
 
  private:
+  // Copies the columns to `rotated_`, and rotates them.
+  void rotate(const T* from, int64_t ld, int64_t columns) {
+    const int64_t width = round_up(columns, WIDTH);
+    for (int64_t k = 0; k < terms_; ++k) {
+      float* to = rotated_ + k * MOST_COLUMNS;
+      for (int64_t j = 0; j < columns; ++j) to[j] = load(from + k * ld + j);
+      for (int64_t j = columns; j < width; ++j) to[j] = 0.0f;
+    }
+    rotate_columns(rotated_, MOST_COLUMNS, terms_, width);
+    from_ = rotated_;
+    ld_ = MOST_COLUMNS;
+  }
+
   template <int64_t ROWS>
   void convert_rows(int64_t k, int64_t start, int64_t count, uint32_t* to) const {
     if constexpr (ROWS <= PER_WORD<P>) {
       constexpr int BITS = 32 / PER_WORD<P>;
-      const T* first = from_ + k * ld_ + start;
+      const Value* first = from_ + k * ld_ + start;
       const float* inverses = inverses_ + start;
       for (int64_t j = 0; j < count; ++j) {
         uint32_t word = 0;
@@ -194,9 +229,11 @@ class ColumnBlock {
     }
   }
 
-  const T* from_;
-  const int64_t ld_, terms_;
+  const Value* from_;
+  int64_t ld_;
+  const int64_t terms_;
   float scales_[MOST_COLUMNS], inverses_[MOST_COLUMNS];
+  alignas(64) float rotated_[ROTATES<P> ? BLOCK_TERMS<P> * MOST_COLUMNS : 1];
 };
 
 // Calls run(first term, terms, place) for each block, where `place` is the index of its header in a packed row.
@@ -252,7 +289,17 @@ inline void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, P* to, i
   });
 }
 
-// Subtracts the values of a packed row of A from `values`.
+// Packs a row of A whose blocks are rotated.
+inline void pack_rotated_row(const float* rotated, int64_t terms, bfp8* to) {
+  each_block<bfp8>(terms, [&](int64_t k, int64_t count, int64_t place) {
+    bfp8* mantissas = to + place + HEADER_PLACES<bfp8>;
+    const float scale = convert_values(rotated + k, count, mantissas);
+    std::memcpy(to + place, &scale, sizeof(scale));
+    add_offset(mantissas, count);
+  });
+}
+
+// Subtracts the values of a packed row of A from those that it was packed from, which are rotated.
 inline void subtract_row(const bfp8* row, int64_t terms, float* values) {
   each_block<bfp8>(terms, [&](int64_t k, int64_t count, int64_t place) {
     float scale;

@@ -133,9 +133,10 @@ class Step {
         Buffer<float> rest(terms);
         for (int64_t row = unit * FEW; row < std::min(sizes.B, (unit + 1) * FEW); ++row) {
           for (int64_t i = 0; i < terms; ++i) rest[i] = load(values + row * terms + i);
+          rotate_row(rest, terms);
           for (int64_t part = 0; part < parts; ++part) {
             bfp8* to = packed + (row * parts + part) * ld;
-            pack_rows(Operand<float>{rest, terms, false}, 1, terms, to, ld);
+            pack_rotated_row(rest, terms, to);
             if (part + 1 < parts) subtract_row(to, terms, rest);
           }
         }
