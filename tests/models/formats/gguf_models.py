@@ -10,7 +10,7 @@ import gguf
 import torch
 from gguf import Keys, TokenType
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tools.tiny_model import make_folder
 from transformers import PreTrainedModel
 
@@ -113,6 +113,23 @@ def split(
     as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, as_bytes]}
     return Tokenizer(Backend.from_str(json.dumps(raw)))
+
+
+def falcon() -> Tokenizer:
+    """Returns a tokenizer that divides texts as Falcon's does: two of its steps divide bytes instead of characters."""
+    backend = Backend(models.BPE())
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_digits = [pre_tokenizers.Digits(), pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation("contiguous"), as_bytes, *of_digits])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=640,
+        show_progress=False,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator([*TEXT, "naïve, 12345 $5.00+ ò½ def add(a, b): return a + b\n" * 9], trainer)
+    return Tokenizer(backend)
 
 
 def parts_of(tokenizer: Tokenizer) -> TokenizerParts:

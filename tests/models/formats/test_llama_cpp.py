@@ -18,6 +18,7 @@ from tests.models.formats.gguf_models import (
     GPT4O,
     TEKKEN,
     base,
+    falcon,
     logits_of,
     rewritten,
     sentence_piece,
@@ -114,9 +115,9 @@ def test_odd_texts_become_the_same_tokens_with_names_of_other_families(name: str
     "tokenizer",
     [
         BPE, CharTokenizer.train(TEXT),
-        sentence_piece(adds_space=False), sentence_piece(adds_space=True),
+        sentence_piece(adds_space=False), sentence_piece(adds_space=True), falcon(),
     ],
-    ids=["bpe", "characters", "gemma", "llama2"],
+    ids=["bpe", "characters", "gemma", "llama2", "falcon"],
 )  # fmt: skip
 def test_odd_texts_become_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f16", tokenizer)

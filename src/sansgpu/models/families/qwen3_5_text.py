@@ -7,7 +7,7 @@ from typing import Any
 from sansgpu.models.architectures import CONVOLUTION_WIDTH, DecoderConfig
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.mamba import RATES, SQUEEZED
-from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, PreTokenizer, RowOrder, Settings
+from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, PreTokenizer, RowOrder, Settings, exchanged
 
 TINY_DELTA_NET = {
     **TINY_HEAD_DIM, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
@@ -32,10 +32,10 @@ def _value_heads(name: str, settings: Settings) -> RowOrder | None:
     if ".linear_attn." not in name or keys == values:
         return None
     if name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_bias")):
-        return RowOrder(heads, 0)
+        return exchanged(heads, 0)
     if name.endswith(".in_proj_z.weight"):
-        return RowOrder((*heads, size), 0)
-    return RowOrder((*heads, size), 0, before) if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")) else None
+        return exchanged((*heads, size), 0)
+    return exchanged((*heads, size), 0, before) if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")) else None
 
 
 def _layout(name: str, settings: Settings) -> Layout | None:
