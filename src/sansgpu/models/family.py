@@ -179,6 +179,7 @@ class Family:
     gguf_weights: Mapping[str, str] = field(default_factory=dict)
     # (settings) -> modules of transformers whose outputs llama.cpp computes with several modules
     gguf_divided: Callable[[Settings], Mapping[str, Division]] = lambda settings: {}
+    gguf_alternating_experts: bool = False  # gate and up projections of experts alternate in one weight
     gguf_layers: LayerTypes | None = None
     # (name of a weight, settings) -> order of its rows in files; None: the same as in transformers.
     gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None
@@ -188,6 +189,7 @@ class Family:
     gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a weight's name -> dimension to squeeze
     gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must be stored as f32
     gguf_norm_offset: float = 0.0  # added to the weights of norms: 1 if transformers multiplies by 1 + weight
+    gguf_yarn: bool = True  # llama.cpp computes YaRN like transformers
     gguf_rope_types: tuple[str, ...] = ()  # types of scaled RoPE that llama.cpp supports besides YaRN
     gguf_local_rope: bool = False  # sliding_attention layers have a RoPE of their own
     gguf_local_theta: float | None = None  # its base if a file has none; None: that of the other layers

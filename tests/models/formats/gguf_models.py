@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import torch
 from gguf import Keys, TokenType
-from tokenizers import Tokenizer as Backend
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 from tools.tiny_model import make_folder
 from transformers import PreTrainedModel
 

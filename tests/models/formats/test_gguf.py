@@ -208,7 +208,7 @@ QWEN3 = hugging_face_config(model_of("grouped").config, 0)
         ({"use_sliding_window": True}, "does not support use_sliding_window"),
         ({"attention_bias": True}, "does not support attention_bias"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "does not support rope_parameters"),
-        ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "does not support rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "rounds the limits of YaRN"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "does not support rope_parameters"),
         ({"num_hidden_layers": 1}, "has no weight model.layers.1."),
     ],

@@ -16,7 +16,16 @@ from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.models.formats.gguf_models import GPT4O, TEKKEN, falcon, metadata, rewritten, sentence_piece, split, write_ours
+from tests.models.formats.gguf_models import (
+    GPT4O,
+    TEKKEN,
+    falcon,
+    metadata,
+    rewritten,
+    sentence_piece,
+    split,
+    write_ours,
+)
 from tests.models.small import TEXT, TOKENIZER, model_of
 
 

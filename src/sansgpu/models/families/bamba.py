@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sansgpu.models.families import granitemoehybrid, llama, mamba2, qwen3
-from sansgpu.models.family import TINY_GQA, RowOrder, Settings, LayerTypes, full_width_heads, rope_of
+from sansgpu.models.families import granitemoehybrid, llama, mamba2
+from sansgpu.models.family import TINY_GQA, LayerTypes, RowOrder, Settings, full_width_heads, rope_of
 
 _LAYER = "model.layers.{}"
 _KV_HEADS, _INNER = "{arch}.attention.head_count_kv", "{arch}.ssm.inner_size"

@@ -145,7 +145,10 @@ def _family_of(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Fa
     if not named:
         known = ", ".join(dict.fromkeys(family.llama_cpp_name for family in families.with_gguf()))
         raise ConfigError(f"{path} has the unsupported architecture {architecture}; use a model with one of {known}.")
-    return [*own, *others][0]
+    if not (found := [*own, *others]):
+        titles = " or ".join(family.title for family in named)
+        raise ConfigError(f"{path} has another kind of {architecture} than {titles}, which alone is supported.")
+    return found[0]
 
 
 class GGUFFile:
@@ -232,7 +235,7 @@ class GGUFFile:
                     "download or export the file again."
                 )
             found[hf_name] = self._stored(name, hf_name, tensor)
-        join(found, self._family.gguf_divided(self.settings))
+        join(found, self._family.gguf_divided(self.settings), self._family.gguf_alternating_experts)
         if (activation := self._family.gguf_learned_activation) is not None:
             for hf_name, value in activation.read(self._metadata)[1].items():
                 found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
@@ -308,9 +311,9 @@ def describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: 
 
 def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
-    names = gguf_names(settings)
+    names, family = gguf_names(settings), families.get(settings["model_type"])
     tensors: dict[str, StoredTensor] = {}
-    for hf_name, weight in divide(weights, families.get(settings["model_type"]).gguf_divided(settings)):
+    for hf_name, weight in divide(weights, family.gguf_divided(settings), family.gguf_alternating_experts):
         module = hf_name.rpartition(".")[0]
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
