@@ -65,8 +65,11 @@ BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its 
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
     "short_longrope": ("phi3", longrope(256)),
     "long_longrope": ("phi3", longrope(64)),
+    "two_norms_falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_of_heads": ("falcon", {"multi_query": False}),
+    "grouped_bamba": ("bamba", {"mamba_n_groups": 2}),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
-    **{f"{name}_yarn": (name, YARN) for name in ("llama", "qwen2", "qwen3", "olmo2", "phi")},
+    **{f"{name}_yarn": (name, YARN) for name in ("llama", "qwen2", "qwen3", "olmo2", "phi", "gpt_oss")},
     "tied_qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True}),
     "dense_granite4": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
     "normed_falcon_h1": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
@@ -155,6 +158,8 @@ def base(folder: Path, name: str, **more: Any) -> tuple[PreTrainedModel, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        if architecture == "youtu":  # transformers zeroes the embedding of its padding token whenever it loads a model
+            model.get_input_embeddings().weight[model.config.pad_token_id] = 0.0
     return model, load_tokenizer_of(given)
 
 
