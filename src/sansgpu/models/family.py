@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,25 +58,41 @@ class LearnedActivation(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """How llama.cpp reorders the rows of a matrix: reshaped to `shape`, with `axis` and the next one exchanged.
+    """How llama.cpp reorders the rows of a matrix, which may be quantized: `places` are those that its rows had."""
 
-    The rows before `first` keep their places.
-    """
-
-    shape: tuple[int, ...]
-    axis: int
-    first: int = 0
+    places: torch.Tensor
 
     def to_file(self, rows: torch.Tensor) -> torch.Tensor:
-        before, after = rows[: self.first], rows[self.first :]
-        parts = after.reshape(*self.shape, *after.shape[1:])
-        moved = parts.transpose(self.axis, self.axis + 1).reshape(after.shape)
-        return torch.cat((before, moved)) if self.first else moved
+        return rows[self.places]
 
     def from_file(self, rows: torch.Tensor) -> torch.Tensor:
-        exchanged = list(self.shape)
-        exchanged[self.axis : self.axis + 2] = reversed(self.shape[self.axis : self.axis + 2])
-        return RowOrder(tuple(exchanged), self.axis, self.first).to_file(rows)
+        return rows[self.places.argsort()]
+
+
+def exchanged(shape: tuple[int, ...], axis: int, first: int = 0) -> RowOrder:
+    """Reshapes rows to `shape` and exchanges `axis` and the next one. The rows before `first` keep their places."""
+    places = torch.arange(prod(shape)).reshape(shape).transpose(axis, axis + 1).flatten()
+    return RowOrder(torch.cat((torch.arange(first), places + first)))
+
+
+def part_by_part(groups: int, sizes: Sequence[int]) -> RowOrder:
+    """Divides each group of rows into parts of these sizes. All first parts come first, then all second ones, etc."""
+    grouped = torch.arange(groups * sum(sizes)).reshape(groups, -1)
+    return RowOrder(torch.cat([part.flatten() for part in grouped.split([*sizes], 1)]))
+
+
+def adjacent_pairs(heads: int, head_dim: int, rotated: int) -> RowOrder:
+    """Puts the pairs that RoPE rotates next to each other; transformers has them rotated / 2 apart in each head."""
+    places = torch.arange(heads * head_dim).reshape(heads, head_dim)
+    pairs = places[:, :rotated].reshape(heads, 2, rotated // 2).transpose(1, 2).flatten(1)
+    return RowOrder(torch.cat((pairs, places[:, rotated:]), 1).flatten())
+
+
+class Division(NamedTuple):
+    """A matrix that llama.cpp stores as several: the rows of the first module, then those of the next."""
+
+    rows: Mapping[str, int]  # name of a module -> how many rows it has
+    order: RowOrder | None = None  # of the rows before they are divided; None: the same as in transformers
 
 
 class Layout(NamedTuple):
@@ -88,7 +105,7 @@ class Layout(NamedTuple):
 class PreTokenizer(NamedTuple):
     """How a byte-level BPE tokenizer splits a text before it merges bytes."""
 
-    patterns: tuple[str, ...]  # regular expressions, applied in this order; the last one matches every character
+    patterns: tuple[str, ...]  # regular expressions, applied in this order; most match every character
     ignore_merges: bool = False  # a piece that is a token is not split further, whatever the merges
     adds_bos: bool = False  # default for GGUF files that do not say whether texts start with the BOS token
     is_alias: bool = False  # only files of other programs have this name; exports write the name with the same patterns
@@ -160,8 +177,9 @@ class Family:
     gguf_more_modules: Callable[[Settings], Mapping[str, str]] = lambda settings: {}
     # Weight of transformers -> weight of llama.cpp, only for those whose last parts differ, too.
     gguf_weights: Mapping[str, str] = field(default_factory=dict)
-    # Module of transformers whose outputs llama.cpp computes with two modules, a half each -> names of the halves.
-    gguf_halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # (settings) -> modules of transformers whose outputs llama.cpp computes with several modules
+    gguf_divided: Callable[[Settings], Mapping[str, Division]] = lambda settings: {}
+    gguf_alternating_experts: bool = False  # gate and up projections of experts alternate in one weight
     gguf_layers: LayerTypes | None = None
     # (name of a weight, settings) -> order of its rows in files; None: the same as in transformers.
     gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None
@@ -171,6 +189,7 @@ class Family:
     gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a weight's name -> dimension to squeeze
     gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must be stored as f32
     gguf_norm_offset: float = 0.0  # added to the weights of norms: 1 if transformers multiplies by 1 + weight
+    gguf_yarn: bool = True  # llama.cpp computes YaRN like transformers
     gguf_rope_types: tuple[str, ...] = ()  # types of scaled RoPE that llama.cpp supports besides YaRN
     gguf_local_rope: bool = False  # sliding_attention layers have a RoPE of their own
     gguf_local_theta: float | None = None  # its base if a file has none; None: that of the other layers

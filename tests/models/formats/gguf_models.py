@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import torch
 from gguf import Keys, TokenType
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, trainers
 from tools.tiny_model import make_folder
 from transformers import PreTrainedModel
 
@@ -65,8 +65,11 @@ BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its 
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
     "short_longrope": ("phi3", longrope(256)),
     "long_longrope": ("phi3", longrope(64)),
+    "two_norms_falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_of_heads": ("falcon", {"multi_query": False}),
+    "grouped_bamba": ("bamba", {"mamba_n_groups": 2}),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
-    **{f"{name}_yarn": (name, YARN) for name in ("llama", "qwen2", "qwen3", "olmo2", "phi")},
+    **{f"{name}_yarn": (name, YARN) for name in ("llama", "qwen2", "qwen3", "olmo2", "phi", "gpt_oss")},
     "tied_qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True}),
     "dense_granite4": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
     "normed_falcon_h1": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
@@ -115,6 +118,23 @@ def split(
     return Tokenizer(Backend.from_str(json.dumps(raw)))
 
 
+def falcon() -> Tokenizer:
+    """Returns a tokenizer that divides texts as Falcon's does: two of its steps divide bytes instead of characters."""
+    backend = Backend(models.BPE())
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_digits = [pre_tokenizers.Digits(), pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation("contiguous"), as_bytes, *of_digits])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=640,
+        show_progress=False,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator([*TEXT, "naïve, 12345 $5.00+ ò½ def add(a, b): return a + b\n" * 9], trainer)
+    return Tokenizer(backend)
+
+
 def parts_of(tokenizer: Tokenizer) -> TokenizerParts:
     end = tokenizer.end_id
     return TokenizerParts(tokenizer.backend, end, end, end, adds_bos=True)
@@ -138,6 +158,8 @@ def base(folder: Path, name: str, **more: Any) -> tuple[PreTrainedModel, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        if architecture == "youtu":  # transformers zeroes the embedding of its padding token whenever it loads a model
+            model.get_input_embeddings().weight[model.config.pad_token_id] = 0.0
     return model, load_tokenizer_of(given)
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
+from sansgpu.kernels.block_quantization import QuantizedWeight, dequantize_rows
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
@@ -54,6 +55,7 @@ OFTEN = (
     "tied_qwen2_moe",
     "granitemoe",
     "qwen3_5_text",
+    "qwen3_next",
 )
 
 
@@ -208,7 +210,7 @@ QWEN3 = hugging_face_config(model_of("grouped").config, 0)
         ({"use_sliding_window": True}, "does not support use_sliding_window"),
         ({"attention_bias": True}, "does not support attention_bias"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "does not support rope_parameters"),
-        ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "does not support rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "rounds the limits of YaRN"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "does not support rope_parameters"),
         ({"num_hidden_layers": 1}, "has no weight model.layers.1."),
     ],
@@ -237,6 +239,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
         ("exaone4", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .* in exaone4"),
         ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "does not support rope_parameters"),
         ("lfm2", {"conv_bias": True}, "conv_bias True in lfm2"),
+        ("minicpm3", {"rope_parameters": {"rope_type": "yarn"}}, "does not support rope_parameters"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -268,6 +271,25 @@ def test_a_window_that_llama_cpp_ignores_limits_the_context(family: str, tmp_pat
 def test_what_gguf_cannot_express_of_our_layouts_is_refused(layout: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{sentence}; use --format hf"):
         write_ours(tmp_path / "model.gguf", model_of(layout), "f32")
+
+
+def test_parts_of_a_quantized_weight_are_joined_as_they_are(tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", "qwen3_next")
+    write_base(tmp_path / "model.gguf", model, tokenizer, "q8_0")
+    file, name = open_gguf(tmp_path / "model.gguf"), "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    joined = file.matrices()[name]
+    assert isinstance(joined, QuantizedWeight)
+    assert torch.equal(dequantize_rows(joined.data, joined.format), file.weights()[name])
+    assert float((file.weights()[name] - model.state_dict()[name]).abs().max()) < 2e-3
+
+
+def test_a_mixture_of_experts_is_not_read_as_youtu(tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", "youtu")
+    write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
+    experts = {"deepseek2.expert_count": 4}
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "experts.gguf", architecture="deepseek2", **experts)
+    with pytest.raises(ConfigError, match=r"experts\.gguf has another kind of deepseek2 than Youtu"):
+        open_gguf(path)
 
 
 LLAMA_3_1 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

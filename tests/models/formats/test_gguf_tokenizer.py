@@ -16,7 +16,16 @@ from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.models.formats.gguf_models import GPT4O, TEKKEN, metadata, rewritten, sentence_piece, split, write_ours
+from tests.models.formats.gguf_models import (
+    GPT4O,
+    TEKKEN,
+    falcon,
+    metadata,
+    rewritten,
+    sentence_piece,
+    split,
+    write_ours,
+)
 from tests.models.small import TEXT, TOKENIZER, model_of
 
 
@@ -36,11 +45,12 @@ def test_characters_and_their_bytes_come_back(tmp_path: Path) -> None:
     [
         (TOKENIZER, "dbrx"), (split(use_regex=True), "gpt-2"), (split(r"\p{N}", use_regex=True), "smollm"),
         (split(GPT4O, inverted=True), "gpt-4o"), (split(TEKKEN, ignore_merges=True), "tekken"),
+        (falcon(), "falcon"),
     ],
-    ids=["ours", "gpt2", "smollm", "gpt-4o", "tekken"],
+    ids=["ours", "gpt2", "smollm", "gpt-4o", "tekken", "falcon"],
 )  # fmt: skip
 def test_the_split_has_llama_cpps_name(tokenizer: Tokenizer, name: str, tmp_path: Path) -> None:
-    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f32", tokenizer)
     assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
 
 
@@ -84,6 +94,7 @@ OTHERS = {
     "smollm": split(r"\p{N}", use_regex=True),
     "gpt-4o": split(GPT4O, inverted=True),
     "tekken": split(TEKKEN, ignore_merges=True),
+    "falcon": falcon(),
     "characters": CharTokenizer.train(TEXT),
     "gemma": sentence_piece(adds_space=False),
     "llama2": sentence_piece(adds_space=True),

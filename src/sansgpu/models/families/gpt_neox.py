@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.phi import LAYER_NORM_EPS
-from sansgpu.models.family import TINY_MHA, OlderRope, RowOrder, Settings, full_width_heads
+from sansgpu.models.family import TINY_MHA, OlderRope, RowOrder, Settings, full_width_heads, part_by_part
 
 
 def _queries_keys_values(name: str, settings: Settings) -> RowOrder | None:
     """GPT-NeoX stores query, key and value by head; llama.cpp stores all queries, then all keys and all values."""
     if ".query_key_value." not in name:
         return None
-    return RowOrder((settings["num_attention_heads"], 3, settings["head_dim"]), 0)
+    return part_by_part(settings["num_attention_heads"], [settings["head_dim"]] * 3)
 
 
 FAMILY = replace(

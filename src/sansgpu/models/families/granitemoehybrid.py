@@ -6,7 +6,7 @@ from typing import Any
 
 from sansgpu.models.families import granite, granitemoe, mamba2
 from sansgpu.models.families.mamba import SQUEEZED
-from sansgpu.models.family import LayerTypes, Settings, full_width_heads
+from sansgpu.models.family import Division, LayerTypes, Settings, full_width_heads
 
 TINY_MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
@@ -52,6 +52,11 @@ def _feed_forward(settings: Settings) -> dict[str, str]:
     return {f"{_SHARED}.{ours}": f"blk.{{}}.ffn_{theirs}{kind}" for ours, theirs in modules.items()}
 
 
+def _halves(settings: Settings) -> dict[str, Division]:
+    size = settings["shared_intermediate_size"]
+    return {f"{_SHARED}.input_linear": Division({f"{_SHARED}.gate_linear": size, f"{_SHARED}.up_linear": size})}
+
+
 def _fixed(settings: Settings) -> Settings:
     """Returns the values that llama.cpp assumes. Without experts, it knows one size of feed-forward layers."""
     same_size = {} if settings["num_local_experts"] else {"shared_intermediate_size": settings["intermediate_size"]}
@@ -81,7 +86,7 @@ FAMILY = replace(
     gguf_settings={**granite.FAMILY.gguf_settings, **SIZES},
     gguf_fixed=_fixed,
     gguf_more_modules=_feed_forward,
-    gguf_halves={f"{_SHARED}.input_linear": (f"{_SHARED}.gate_linear", f"{_SHARED}.up_linear")},
+    gguf_divided=_halves,
     gguf_layers=LayerTypes(_write, _read),
     gguf_weights=mamba2.mixer_weights(f"{_LAYER}.mamba"),
     gguf_layout=mamba2.mixer_layout("mamba_n_groups", "mamba"),

@@ -4,16 +4,17 @@ from dataclasses import replace
 
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.gpt2 import SPLIT as GPT2_SPLIT
-from sansgpu.models.family import PreTokenizer, RowOrder, Settings
+from sansgpu.models.family import PreTokenizer, RowOrder, Settings, adjacent_pairs
 
 
-def _adjacent_rotary_pairs(name: str, settings: Settings) -> RowOrder | None:
-    """For this family, llama.cpp rotates pairs of adjacent elements of a head; transformers, those d / 2 apart."""
-    if name.endswith("q_proj.weight"):
-        return RowOrder((settings["num_attention_heads"], 2, settings["head_dim"] // 2), 1)
-    if name.endswith("k_proj.weight"):
-        return RowOrder((settings["num_key_value_heads"], 2, settings["head_dim"] // 2), 1)
-    return None
+def adjacent_rotary_pairs(name: str, settings: Settings, rotated: int) -> RowOrder | None:
+    """For this family, llama.cpp rotates pairs of adjacent elements of a head; transformers, those `rotated` / 2 apart.
+
+    RoPE rotates the first `rotated` elements of each head.
+    """
+    heads = {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}
+    key = next((key for ending, key in heads.items() if name.endswith(ending)), None)
+    return None if key is None else adjacent_pairs(settings[key], settings["head_dim"], rotated)
 
 
 GPT4_SPLIT = (
@@ -28,7 +29,7 @@ FAMILY = replace(
     fixed={},
     biases={**qwen3.ATTENTION_BIAS, "mlp_bias": ("all",)},
     gguf_rope_types=("llama3",),
-    gguf_rows=_adjacent_rotary_pairs,
+    gguf_rows=lambda name, settings: adjacent_rotary_pairs(name, settings, settings["head_dim"]),
     pre_tokenizers={
         "llama-bpe": PreTokenizer((GPT4_SPLIT,), ignore_merges=True, adds_bos=True),
         # The pattern of tokenizers that sansgpu trains. Of llama.cpp's names for it, this one has no side effects.

@@ -7,7 +7,7 @@ from typing import Any
 from sansgpu.models.architectures import CONVOLUTION_WIDTH, DecoderConfig
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.mamba import RATES, SQUEEZED
-from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, PreTokenizer, RowOrder, Settings
+from sansgpu.models.family import TINY_HEAD_DIM, LayerTypes, Layout, PreTokenizer, RowOrder, Settings, exchanged
 
 TINY_DELTA_NET = {
     **TINY_HEAD_DIM, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
@@ -32,17 +32,22 @@ def _value_heads(name: str, settings: Settings) -> RowOrder | None:
     if ".linear_attn." not in name or keys == values:
         return None
     if name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_bias")):
-        return RowOrder(heads, 0)
+        return exchanged(heads, 0)
     if name.endswith(".in_proj_z.weight"):
-        return RowOrder((*heads, size), 0)
-    return RowOrder((*heads, size), 0, before) if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")) else None
+        return exchanged((*heads, size), 0)
+    return exchanged((*heads, size), 0, before) if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")) else None
+
+
+def net_layout(name: str, settings: Settings) -> Layout | None:
+    """Returns the layout of a weight of a gated delta net, except for the order of its heads."""
+    if name.endswith(".A_log"):
+        return RATES
+    return _UNCHANGED if name.endswith(".linear_attn.norm.weight") else None  # this norm alone multiplies by its weight
 
 
 def _layout(name: str, settings: Settings) -> Layout | None:
-    if name.endswith(".A_log"):
-        return RATES
-    if name.endswith(".linear_attn.norm.weight"):
-        return _UNCHANGED  # this norm alone multiplies by its weight
+    if (layout := net_layout(name, settings)) is not None:
+        return layout
     order = _value_heads(name.replace(".out_proj.", ".in_proj_z."), settings)
     if ".out_proj." not in name or order is None:
         return None
@@ -69,23 +74,29 @@ def _derived(config: DecoderConfig) -> Settings:
 
 def _write(settings: Settings) -> dict[str, Any]:
     sections = settings["rope_parameters"].get("mrope_section") or _DEFAULT_SECTIONS
+    return {**write_nets(settings), _SECTIONS: [*sections, 0]}
+
+
+def write_nets(settings: Settings) -> dict[str, Any]:
     return {
         _INTERVAL: settings["layer_types"].index("full_attention") + 1,
-        _SECTIONS: [*sections, 0],
         "{arch}.ssm.inner_size": settings["linear_num_value_heads"] * settings["linear_value_head_dim"],
     }
 
 
 def _read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
+    found = read_nets(value_of, layers)
+    found["rope_parameters"]["mrope_section"] = (value_of(_SECTIONS) or _DEFAULT_SECTIONS)[:3]
+    return found
+
+
+def read_nets(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
     interval, layers = value_of(_INTERVAL) or 4, layers - (value_of("{arch}.nextn_predict_layers") or 0)
     return {
         "num_hidden_layers": layers,
         "layer_types": _types(layers, interval),
         "linear_value_head_dim": value_of("{arch}.ssm.inner_size") // value_of("{arch}.ssm.time_step_rank"),
-        "rope_parameters": {
-            "partial_rotary_factor": 1.0,
-            "mrope_section": (value_of(_SECTIONS) or _DEFAULT_SECTIONS)[:3],
-        },
+        "rope_parameters": {"partial_rotary_factor": 1.0},
     }
 
 

@@ -29,6 +29,7 @@ from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models import families
 from sansgpu.models.family import TENSOR_NAMES, Family, Settings, Weights
+from sansgpu.models.formats.divided_weights import divide, join
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_layout import from_file, has_own_layout, rows_from_file, to_file
 from sansgpu.models.formats.gguf_metadata import (
@@ -52,7 +53,6 @@ from sansgpu.models.formats.gguf_reader import (
 )
 from sansgpu.models.formats.gguf_rope import ROPE_TENSORS, rope_tensors
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
-from sansgpu.models.formats.half_weights import separate_halves, stack_halves
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 
@@ -145,7 +145,10 @@ def _family_of(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Fa
     if not named:
         known = ", ".join(dict.fromkeys(family.llama_cpp_name for family in families.with_gguf()))
         raise ConfigError(f"{path} has the unsupported architecture {architecture}; use a model with one of {known}.")
-    return [*own, *others][0]
+    if not (found := [*own, *others]):
+        titles = " or ".join(family.title for family in named)
+        raise ConfigError(f"{path} has another kind of {architecture} than {titles}, which alone is supported.")
+    return found[0]
 
 
 class GGUFFile:
@@ -232,7 +235,7 @@ class GGUFFile:
                     "download or export the file again."
                 )
             found[hf_name] = self._stored(name, hf_name, tensor)
-        stack_halves(found, self._family.gguf_halves)
+        join(found, self._family.gguf_divided(self.settings), self._family.gguf_alternating_experts)
         if (activation := self._family.gguf_learned_activation) is not None:
             for hf_name, value in activation.read(self._metadata)[1].items():
                 found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
@@ -308,9 +311,9 @@ def describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: 
 
 def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
-    names = gguf_names(settings)
+    names, family = gguf_names(settings), families.get(settings["model_type"])
     tensors: dict[str, StoredTensor] = {}
-    for hf_name, weight in separate_halves(weights, families.get(settings["model_type"]).gguf_halves):
+    for hf_name, weight in divide(weights, family.gguf_divided(settings), family.gguf_alternating_experts):
         module = hf_name.rpartition(".")[0]
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue

@@ -12,7 +12,13 @@ from gguf import GGUFWriter, Keys
 from sansgpu.config import ConfigError
 from sansgpu.models import families
 from sansgpu.models.family import Family, Settings
-from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, rope_metadata, shortest
+from sansgpu.models.formats.gguf_rope import (
+    has_unsupported_rope,
+    is_untruncated_yarn,
+    read_rope,
+    rope_metadata,
+    shortest,
+)
 from sansgpu.models.formats.gguf_tokenizer import add_value, read_end_ids
 from sansgpu.models.formats.weights import as_stored
 
@@ -36,10 +42,12 @@ _SIZES = (
 def require_sizes(family: Family, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ConfigError if the sizes in a file's metadata do not match the shapes of its tensors.
 
-    Ignores keys that are missing, or that have a value for each layer or for each layer type.
+    Ignores keys that are missing, that have a value for each layer or for each layer type, or that describe the cache
+    of latent attention.
     """
     architecture = family.llama_cpp_name
-    if Keys.Attention.KEY_LENGTH_SWA.format(arch=architecture) in metadata:
+    other_sizes = Keys.Attention.KEY_LENGTH_SWA, Keys.Attention.KEY_LENGTH_MLA
+    if any(key.format(arch=architecture) in metadata for key in other_sizes):
         heads = (_HEAD_DIM, Keys.Attention.VALUE_LENGTH)
         metadata = {
             key: size for key, size in metadata.items() if key not in [one.format(arch=architecture) for one in heads]
@@ -93,6 +101,11 @@ def require_expressible(settings: Settings) -> None:
         raise ConfigError(
             f"llama.cpp supports only {supported} in {architecture}, but this model uses {activation}; use --format hf."
         )
+    if is_untruncated_yarn(settings):
+        raise ConfigError(
+            'llama.cpp rounds the limits of YaRN, but "truncate" in this model\'s rope_parameters is false; set it to '
+            "true in config.json before training, or use --format hf."
+        )
     required = {**family.fixed, **dict.fromkeys(family.biases, False), **family.gguf_fixed(settings)}
     bad = [key for key, value in required.items() if settings.get(key, value) != value]
     bad += [key for key in family.gguf_keys if key not in settings]
@@ -106,10 +119,10 @@ def write_settings(writer: GGUFWriter, settings: Settings, weights: Mapping[str,
     family = families.get(settings["model_type"])
     keys = {**family.gguf_keys, **family.gguf_optional}
     values = {key: settings[hf_key] for hf_key, key in keys.items() if hf_key in settings} | dict(family.gguf_constants)
-    if family.gguf_layers is not None:
-        values |= family.gguf_layers.write(settings)
     if family.rotary:
         values |= rope_metadata(settings)
+    if family.gguf_layers is not None:
+        values |= family.gguf_layers.write(settings)
     if family.gguf_no_window and "sliding_window" in settings:
         values[Keys.LLM.CONTEXT_LENGTH] = min(values[Keys.LLM.CONTEXT_LENGTH], settings["sliding_window"])
     for key, value in values.items():

@@ -24,7 +24,9 @@ def gguf_modules(settings: Settings) -> dict[str, str]:
     """Maps Hugging Face's module names to llama.cpp's."""
     family, layers = families.get(settings["model_type"]), layer_count(settings)
     architecture = gguf_architecture(settings)
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    # The package gguf is older than some architectures; their modules have Llama's names.
+    archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    arch = archs.get(architecture, gguf.MODEL_ARCH.LLAMA)
     table = gguf.get_tensor_name_map(arch, layers)
     found = {module: name for module in _module_names(family, layers) if (name := table.get_name(module))}
     more = {**family.gguf_modules, **family.gguf_more_modules(settings)}

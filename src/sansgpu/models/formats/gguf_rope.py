@@ -48,17 +48,21 @@ def has_unsupported_rope(family: Family, settings: Settings) -> bool:
     return bool(used.difference(("default", *_scalings(family))))
 
 
+def is_untruncated_yarn(settings: Settings) -> bool:
+    """Returns True for a model like gpt-oss, whose YaRN has limits between two frequencies."""
+    return any(rope.get("rope_type") == "yarn" and not rope.get("truncate", True) for rope in _ropes(settings))
+
+
 def _scalings(family: Family) -> tuple[str, ...]:
     """Returns the types of scaled RoPE that llama.cpp supports; not YaRN, if some layers have an unscaled RoPE."""
-    return family.gguf_rope_types if family.gguf_local_rope else ("yarn", *family.gguf_rope_types)
+    has_yarn = family.gguf_yarn and not family.gguf_local_rope
+    return ("yarn", *family.gguf_rope_types) if has_yarn else family.gguf_rope_types
 
 
 def _rope_type(rope: Settings) -> str:
-    """Returns the type of scaling, with names of their own for variants that llama.cpp does not compute alike."""
+    """Returns the type of scaling, with a name of its own for the variant that only enlarges the base."""
     name = str(rope.get("rope_type", "default"))
-    if name == "dynamic" and rope.get("alpha"):
-        return NTK_ALPHA
-    return "yarn without truncation" if name == "yarn" and not rope.get("truncate", True) else name
+    return NTK_ALPHA if name == "dynamic" and rope.get("alpha") else name
 
 
 def rope_metadata(settings: Settings) -> dict[str, Any]:
@@ -116,6 +120,8 @@ def read_rope(
 ) -> dict[str, Any]:
     """Returns the settings of RoPE. Raises ConfigError if its scaling is not supported."""
     scaling = value_of(Keys.Rope.SCALING_TYPE) or "none"
+    if scaling == "linear" and value_of(Keys.Rope.SCALING_FACTOR) in (1.0, None):
+        scaling = "none"
     if scaling not in ("none", *_scalings(family)):
         raise ConfigError(f"its RoPE scaling type {scaling} is not supported; {OTHER_FORMAT}.")
     if (own := value_of(_LLAMA3_KEY)) is not None:

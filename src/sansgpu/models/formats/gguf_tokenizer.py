@@ -285,19 +285,26 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
     if pre_tokenizer is None:
         return None
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    patterns = []
+    known = _pre_tokenizers()
+    punctuation, *_, digits, three_digits = known["falcon"].patterns
+    patterns: list[str] = []
+    before: int | None = None  # how many patterns divide characters; the others divide bytes
     for step in steps:
         match step:
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
                 patterns.append(pattern)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
-                if not any(pattern == known.patterns[-1] for known in _pre_tokenizers().values()):
+                if pattern == three_digits or not any(pattern == one.patterns[-1] for one in known.values()):
                     return None  # the pattern may leave out text between matches
                 patterns.append(pattern)
-            case {"type": "Digits", "individual_digits": True}:
-                patterns.append(r"\p{N}")
-            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
-                patterns += _pre_tokenizers()["gpt-2"].patterns if use_regex else ()
+            case {"type": "Digits", "individual_digits": individual}:
+                patterns.append(r"\p{N}" if individual else digits)
+            case {"type": "Punctuation", "behavior": "Contiguous"}:
+                patterns.append(punctuation)
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex} if before is None:
+                patterns += known["gpt-2"].patterns if use_regex else ()
+                before = len(patterns)
             case _:
                 return None
-    return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None
+    is_alike = before is not None and all(one in (digits, three_digits) for one in patterns[before:])
+    return tuple(patterns) if is_alike else None

@@ -160,12 +160,13 @@ def gguf_file_of(model: ModelConfig) -> GGUFFile | None:
 
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     _silence_transformers()
     with library_errors(f"{file.path} is not a valid model"):
-        config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
-    return config
+        kind: type[PreTrainedConfig] = CONFIG_MAPPING[file.settings["model_type"]]
+        computed = {key for key, value in vars(kind).items() if isinstance(value, property) and value.fset is None}
+        return kind(**{key: value for key, value in file.settings.items() if key not in {"model_type", *computed}})
 
 
 def _silence_transformers() -> None:
