@@ -1,5 +1,6 @@
 """Fixtures and settings shared by all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from sansgpu.machine.instruction_sets import supported
 from tests.kernels import TEST_LIBRARIES
 from tests.processes import use_cache, write_corpus, write_rows
 from tests.tasks.graph.graph_files import Write
+
+gc.disable()  # until all is collected, because the objects of modules and tests stay
 
 if folder := os.environ.get(TEST_LIBRARIES):
     library.LIBRARIES = Path(folder)
@@ -55,6 +58,12 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempts all modules and tests from garbage collection, which would take a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from tools.outcome import file_digests
@@ -53,6 +52,7 @@ TINY = {
 
 
 SURROUNDINGS = dict(os.environ)  # before tests change the environment
+TEMPORARY = Path(tempfile.gettempdir())
 # Progress on stderr, which is neither an error nor a warning: certain stages, and any text before " ...".
 PROGRESS = re.compile(
     r"tokenizing|training the tokenizer|reading|measuring|timing|Writing model shards|libgomp: "
@@ -133,15 +133,12 @@ def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
 
 @cache
 def fork_server() -> ForkServer:
-    """Returns this test process's fork server; a fork of the test process itself would lack its threads.
+    """Returns the fork server that all pytest workers share; a fork of a worker itself would lack its threads.
 
     Commands run offline, because the Hub may be unreachable.
     """
-    home = Path(tempfile.mkdtemp(prefix="sansgpu-forks-"))
-    started = ForkServer(home, SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    atexit.register(started.close)
-    return started
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid4().hex)[:12]
+    return ForkServer(TEMPORARY / f"sansgpu-forks-{run}", SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
 
 
 def start(arguments: list[str], cache: Path, **variables: str) -> Fork:

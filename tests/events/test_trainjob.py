@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import kubeflow_trainer_api.models as trainer
 import pytest
 
 from sansgpu.events import trainjob
@@ -70,13 +69,15 @@ def train(home: Path, run: Path) -> list[str]:
 def test_progress_and_metrics_are_reported_as_the_schema_requires(
     home: Path, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as Request  # takes seconds
+
     monkeypatch.setattr(trainjob, "SEND_SECONDS", 0.0)
     with serving([500]) as (server, received):
         in_pod(monkeypatch, f"http://127.0.0.1:{server.server_port}", token)
         assert train(home, home / "reported") == []
     assert {(path, authorization) for path, authorization, _ in received} == {(PATH, "Bearer secret-1")}
     for _, _, body in received:
-        read = trainer.TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
+        read = Request.from_dict(body)
         assert read is not None
         assert read.to_dict()["trainerStatus"].keys() == body["trainerStatus"].keys()
     statuses = [body["trainerStatus"] for _, _, body in received]

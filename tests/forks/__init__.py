@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock
+
 from tests.forks import client
 
 
@@ -68,22 +70,33 @@ class Fork:
 
 
 class ForkServer:
-    """Runs commands in forks of a process that was started with `environment`."""
+    """Runs commands in forks of a process that was started with `environment` and that all users of `folder` share.
+
+    The server ends, and removes the folder, when all of them have ended.
+    """
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._socket = folder, folder / "socket"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks.server", str(self._socket)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],  # Python finds the package `tests` there
-            # With random hashes, two runs of the same command could differ.
-            env={**environment, "PYTHONHASHSEED": "0"},
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        self._folder, self._socket, users = folder, folder / "socket", folder / "users"
+        with FileLock(folder / "lock"):
+            if users.exists():
+                self._user = os.open(users, os.O_WRONLY | os.O_NONBLOCK)  # closed when this process ends
+                return
+            os.mkfifo(users)
+            stdin = os.open(users, os.O_RDONLY | os.O_NONBLOCK)
+            self._user = os.open(users, os.O_WRONLY)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forks.server", str(self._socket)],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parents[2],  # Python finds the package `tests` there
+                # With random hashes, two runs of the same command could differ.
+                env={**environment, "PYTHONHASHSEED": "0"},
+            )
+            os.close(stdin)
+            assert self._process.stdout is not None
+            assert self._process.stdout.readline() == "ready\n"
 
     def start(self, arguments: list[str], environment: dict[str, str], module: str = "sansgpu") -> Fork:
         """Starts `python -m MODULE ARGUMENTS` in the current folder."""
@@ -106,9 +119,3 @@ class ForkServer:
         script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
         return script.parent
-
-    def close(self) -> None:
-        """Stops the server."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()

@@ -13,12 +13,14 @@ import os
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +40,7 @@ LAZY = (
 
 def prepare() -> None:
     """Imports the modules that commands import lazily, and fills the caches that each run would fill."""
+    gc.disable()  # imports create objects that stay
     set_openmp()
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
@@ -56,7 +59,10 @@ def prepare() -> None:
     torch.set_num_threads(1)
     first_gemm_rate("fp32", "cpu", 1)  # most tests compute in fp32 with one thread
     torch.set_num_threads(threads)
+    for finalizer in list(weakref.finalize._registry.values()):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's delete its operators, which would copy much of the shared memory
     gc.freeze()  # a garbage collection in a fork would copy shared memory
+    gc.enable()
 
 
 def limit() -> None:
@@ -146,10 +152,14 @@ def answer(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket) -> None:
-    """Forks for every connection until stdin is closed. Returns only in the processes of commands."""
+    """Forks for every connection until stdin is closed, then removes the socket's folder.
+
+    Returns only in the processes of commands.
+    """
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in readable:
+            shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
             os._exit(0)
         connection, _ = listener.accept()
         if os.fork() == 0:

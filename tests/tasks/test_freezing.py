@@ -26,6 +26,7 @@ from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_length import Budget
 from sansgpu.train.schedule import StepPhases, automatic_layers, freeze_step
 from tests.processes import digests, events_of, finish, json_of, kill_when, record, start
+from tests.scale.launch import finish_forks
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.frozen import EPOCHS, LORA, arrays_in, chosen, losses_of, made, task_with_data, weights_in
 from tests.tasks.frozen import fill as fill
@@ -133,7 +134,7 @@ def test_a_run_resumes_byte_for_byte_before_at_and_after_the_stop(home: Path, tm
         assert record(resumed) == record(straight), step
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, step: int) -> None:
     given = "sft", "qwen2", LATER, LORA, {"training.num_epochs": 8}
     straight, killed = made(home, "straight-sft", *given), tmp_path / "killed"
@@ -191,9 +192,8 @@ def test_a_signal_while_activations_are_computed_ends_the_run(
 def test_several_processes_stop_together(home: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     arguments = chosen(home, "classify", "bert", LATER, changes, {"data.cache_dir": tmp_path / "cache"})
     run = tmp_path / "run"
-    command = ["train", *arguments, "--output-dir", str(run), "--processes", "2"]
-    code, _, error = finish(command, tmp_path / "commands")
-    assert code == 0, error
+    code, said = finish_forks(2, ["train", *arguments, "--output-dir", str(run)], tmp_path / "commands")
+    assert code == 0, said
     stop, saved = stop_of(run), snapshots_of(run)
     assert stop == (4 if changes.get("training.sync_every") else 3)
     later = changed(saved[stop], saved[max(saved)])
@@ -208,10 +208,9 @@ def test_several_processes_stop_together(home: Path, tmp_path: Path, changes: di
 
 def test_weights_that_are_split_over_processes_cannot_stop(home: Path, tmp_path: Path) -> None:
     arguments = chosen(home, "classify", "bert", LATER, {"training.sharding": "full"})
-    command = ["train", *arguments, "--output-dir", str(tmp_path / "run"), "--processes", "2"]
-    code, _, error = finish(command, tmp_path / "commands")
+    code, said = finish_forks(2, ["train", *arguments, "--output-dir", str(tmp_path / "run")], tmp_path / "commands")
     assert code != 0
-    assert "layers cannot stop learning" in error
+    assert "layers cannot stop learning" in said
 
 
 # Plans and refusals

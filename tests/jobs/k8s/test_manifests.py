@@ -9,9 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kubeflow_trainer_api.models as trainer
 import pytest
-from kubeflow.training import ApiClient
 
 from sansgpu.cli import run as cli
 from sansgpu.jobs.k8s import USER
@@ -21,21 +19,25 @@ from tests.processes import as_options, environment, settings, write_corpus
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 MODELS = {
-    "ConfigMap": trainer.IoK8sApiCoreV1ConfigMap,
-    "Pod": trainer.IoK8sApiCoreV1Pod,
-    "PersistentVolumeClaim": trainer.IoK8sApiCoreV1PersistentVolumeClaim,
-    "TrainingRuntime": trainer.TrainerV1alpha1TrainingRuntime,
-    "TrainJob": trainer.TrainerV1alpha1TrainJob,
+    "ConfigMap": "IoK8sApiCoreV1ConfigMap",
+    "Pod": "IoK8sApiCoreV1Pod",
+    "PersistentVolumeClaim": "IoK8sApiCoreV1PersistentVolumeClaim",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
 }
 
 
 def as_in_schema(manifest: dict[str, Any]) -> Any:
     """Returns the object after a round trip through its published schema, which drops unknown fields."""
     if manifest["kind"] == "PyTorchJob":
+        from kubeflow.training import ApiClient
+
         client = ApiClient()
         read = client.deserialize(SimpleNamespace(data=json.dumps(manifest)), "KubeflowOrgV1PyTorchJob")
         return client.sanitize_for_serialization(read)
-    read = MODELS[manifest["kind"]].from_dict(manifest)
+    import kubeflow_trainer_api.models as trainer  # takes seconds
+
+    read = getattr(trainer, MODELS[manifest["kind"]]).from_dict(manifest)
     assert read is not None
     return json.loads(json.dumps(read.to_dict()))
 
