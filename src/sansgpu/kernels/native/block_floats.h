@@ -169,6 +169,7 @@ constexpr int64_t MOST_COLUMNS = 64;  // converted together
 template <BlockFloat P, typename T>
 class ColumnBlock {
   using Value = std::conditional_t<ROTATES<P>, float, T>;
+  static constexpr int64_t ROTATED_LD = MOST_COLUMNS + 16;  // an odd number of cache lines, which avoids conflicts
 
  public:
   // Finds the scales of a block with `terms` rows.
@@ -205,13 +206,13 @@ class ColumnBlock {
   void rotate(const T* from, int64_t ld, int64_t columns) {
     const int64_t width = round_up(columns, WIDTH);
     for (int64_t k = 0; k < terms_; ++k) {
-      float* to = rotated_ + k * MOST_COLUMNS;
+      float* to = rotated_ + k * ROTATED_LD;
       for (int64_t j = 0; j < columns; ++j) to[j] = load(from + k * ld + j);
       for (int64_t j = columns; j < width; ++j) to[j] = 0.0f;
     }
-    rotate_columns(rotated_, MOST_COLUMNS, terms_, width);
+    rotate_columns(rotated_, ROTATED_LD, terms_, width);
     from_ = rotated_;
-    ld_ = MOST_COLUMNS;
+    ld_ = ROTATED_LD;
   }
 
   template <int64_t ROWS>
@@ -233,7 +234,7 @@ class ColumnBlock {
   int64_t ld_;
   const int64_t terms_;
   float scales_[MOST_COLUMNS], inverses_[MOST_COLUMNS];
-  alignas(64) float rotated_[ROTATES<P> ? BLOCK_TERMS<P> * MOST_COLUMNS : 1];
+  alignas(64) float rotated_[ROTATES<P> ? BLOCK_TERMS<P> * ROTATED_LD : 1];
 };
 
 // Calls run(first term, terms, place) for each block, where `place` is the index of its header in a packed row.

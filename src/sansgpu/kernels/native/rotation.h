@@ -5,8 +5,7 @@
 // Hadamard matrix for each piece of 256, 64 or 16 terms: it mixes the terms whose distance is a multiple of LINE, and
 // each four neighbors. Signs come first, so that a constant is spread, too: those of a bent function, whose transform is
 // flat. Ashkboos et al. (2024), arXiv 2404.00456, rotate trained models like this, and Xi et al. (2023), arXiv
-// 2306.11987, the operands of training. Only sums and exact factors are computed, always in the same order, so the
-// result does not depend on the instruction set.
+// 2306.11987, the operands of training.
 #pragma once
 
 #include "product_vectors.h"
