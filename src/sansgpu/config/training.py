@@ -176,8 +176,8 @@ class TrainingConfig(Section):
     precision: Precision = Field(
         "auto",
         description="precision of matrix products; int16: 16-bit integers in block floating point, only with sansgpu's "
-        "kernels; int8: 8-bit integers, with weight gradients and the output head in bf16 or int16, only with "
-        "sansgpu's kernels; auto: bf16 if the device supports it natively, otherwise int16, if it is faster than fp32",
+        "kernels; int8: 8-bit integers, with the output head in bf16 or int16, only with sansgpu's kernels; "
+        "auto: bf16 if the device supports it natively, otherwise int16, if it is faster than fp32",
     )
     use_amp: bool | None = Field(None, description="true: same as precision auto; false: same as precision fp32")
     compile: Switch = Field(
