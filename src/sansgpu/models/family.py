@@ -102,6 +102,10 @@ class Layout(NamedTuple):
     from_file: Callable[[torch.Tensor], torch.Tensor]
 
 
+# Patterns equivalent to steps of tokenizer.json. Those of digits match the same text before and after bytes are mapped.
+PUNCTUATION, DIGITS, THREE_DIGITS = r"[\p{P}\$\+<=>\^~\|`]+", r"\p{N}+", "[0-9][0-9][0-9]"
+
+
 class PreTokenizer(NamedTuple):
     """How a byte-level BPE tokenizer splits a text before it merges bytes."""
 

@@ -13,7 +13,10 @@ from sansgpu.models.attention_interface import attention_forward, give_our_masks
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.gpt2 import SPLIT as GPT2_SPLIT
 from sansgpu.models.family import (
+    DIGITS,
+    PUNCTUATION,
     TENSOR_NAMES,
+    THREE_DIGITS,
     Family,
     LayerTypes,
     PreTokenizer,
@@ -118,7 +121,6 @@ def _defaults(settings: Settings) -> Settings:
 
 _KV_HEADS = "{arch}.attention.head_count_kv"
 _LAYER = "transformer.h.{}"
-_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 FAMILY = Family(
     title="Falcon",
     tiny={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -149,6 +151,6 @@ FAMILY = Family(
     gguf_more_modules=_feed_forward_norm,
     gguf_layers=LayerTypes(_write, _read),
     gguf_rows=_queries_keys_values,
-    pre_tokenizers={"falcon": PreTokenizer((_PUNCTUATION, GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]"))},
+    pre_tokenizers={"falcon": PreTokenizer((PUNCTUATION, GPT2_SPLIT, DIGITS, THREE_DIGITS))},
     patches=(use_attention_interface,),
 )

@@ -27,7 +27,7 @@ def _layout(name: str, settings: Settings) -> Layout | None:
     heads = settings["num_attention_heads"]
 
     def by_head(rows: torch.Tensor) -> torch.Tensor:
-        return rows.unflatten(0, (heads, -1))
+        return rows.reshape(heads, -1, rows.shape[-1])
 
     if name.endswith(".v_b_proj.weight"):
         return Layout(by_head, lambda values: values.flatten(0, 1))

@@ -31,21 +31,27 @@ def divide(
     for name, weight in weights.items():
         module, number = block_pattern(name.removesuffix(".weight"))
         if ".experts." in name:
-            suffix = ".bias" if name.endswith(_BIAS) else ".weight"
-            if "gate_up" in name:
-                for part, which in enumerate(("gate", "up")):
-                    yield name.removesuffix(_BIAS).replace("gate_up", which) + suffix, _half(weight, part, alternate)
-            else:
-                yield name.removesuffix(_BIAS) + suffix, weight
+            yield from _expert_weights(name, weight, alternate)
         elif module in divisions:
             division, stored = divisions[module], as_stored(weight)
             ends = accumulate(division.rows.values())
             for (part, rows), end in zip(division.rows.items(), ends, strict=True):
-                place = slice(end - rows, end)
-                shape = (rows, *stored.shape[1:])
-                yield f"{part.format(number)}.weight", StoredTensor(shape, partial(_part, stored, division, place))
+                read = partial(_part, stored, division, slice(end - rows, end))
+                yield f"{part.format(number)}.weight", StoredTensor((rows, *stored.shape[1:]), read)
         else:
             yield name, weight
+
+
+def _expert_weights(
+    name: str, weight: torch.Tensor | StoredTensor, alternate: bool
+) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
+    suffix = ".bias" if name.endswith(_BIAS) else ".weight"
+    name = name.removesuffix(_BIAS) + suffix
+    if "gate_up" not in name:
+        yield name, weight
+        return
+    for part, which in enumerate(("gate", "up")):
+        yield name.replace("gate_up", which), _half(weight, part, alternate)
 
 
 def _half(weight: torch.Tensor | StoredTensor, part: int, alternate: bool) -> StoredTensor:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.models import families
-from sansgpu.models.family import PreTokenizer
+from sansgpu.models.family import DIGITS, PUNCTUATION, THREE_DIGITS, PreTokenizer
 from sansgpu.models.formats.gguf_rope import OTHER_FORMAT
 from sansgpu.models.formats.tokenizers import TokenizerParts
 
@@ -286,7 +286,6 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
         return None
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     known = _pre_tokenizers()
-    punctuation, *_, digits, three_digits = known["falcon"].patterns
     patterns: list[str] = []
     before: int | None = None  # how many patterns divide characters; the others divide bytes
     for step in steps:
@@ -294,17 +293,17 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
                 patterns.append(pattern)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
-                if pattern == three_digits or not any(pattern == one.patterns[-1] for one in known.values()):
+                if pattern == THREE_DIGITS or not any(pattern == one.patterns[-1] for one in known.values()):
                     return None  # the pattern may leave out text between matches
                 patterns.append(pattern)
             case {"type": "Digits", "individual_digits": individual}:
-                patterns.append(r"\p{N}" if individual else digits)
+                patterns.append(r"\p{N}" if individual else DIGITS)
             case {"type": "Punctuation", "behavior": "Contiguous"}:
-                patterns.append(punctuation)
+                patterns.append(PUNCTUATION)
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex} if before is None:
                 patterns += known["gpt-2"].patterns if use_regex else ()
                 before = len(patterns)
             case _:
                 return None
-    is_alike = before is not None and all(one in (digits, three_digits) for one in patterns[before:])
+    is_alike = before is not None and all(one in (DIGITS, THREE_DIGITS) for one in patterns[before:])
     return tuple(patterns) if is_alike else None
