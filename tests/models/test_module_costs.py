@@ -58,22 +58,33 @@ def test_a_fused_encoder_block_saves_the_estimated_bytes(name: str, precision: s
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_fused_block_saves_the_estimated_bytes(precision: str, tmp_path: Path) -> None:
-    for width, inner in [(256, 512), (128, 1024)]:
-        config = transformers.Qwen2Config(
-            vocab_size=64, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=TOKENS, use_cache=False,
-        )  # fmt: skip
-        config.save_pretrained(tmp_path)
-        model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
-        # The results of `pretrained_shape` are cached by ModelConfig, and both models have the same path.
-        shape = pretrained_shape(model.model_copy(update={"d_ff": width}), Head("causal"))
-        execution = Execution(1, 1, precision, "off", "native", "adamw")
-        costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
-        kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), execution)
-        assert costs.saved_bytes(execution) == pytest.approx(kept, rel=0.03)
-        torch_code = Execution(1, 1, precision, "off", "torch", "adamw")
-        assert costs.saved_bytes(execution) < costs.saved_bytes(torch_code)
+@pytest.mark.parametrize(
+    ("family", "width", "inner", "heads"),
+    [
+        ("qwen2", 256, 512, (4, 4, 64)),
+        ("qwen2", 128, 1024, (4, 1, 32)),
+        ("llama", 128, 512, (8, 2, 32)),  # attention is wider than the model
+        ("qwen3", 128, 512, (8, 4, 32)),  # normalizes queries and keys
+        ("gemma2", 128, 512, (4, 1, 64)),
+    ],
+)
+def test_a_fused_block_saves_the_estimated_bytes(
+    family: str, width: int, inner: int, heads: tuple[int, int, int], precision: str, tmp_path: Path
+) -> None:
+    query, key, dim = heads
+    config = CONFIG_MAPPING[family](
+        vocab_size=64, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=query,
+        num_key_value_heads=key, head_dim=dim, max_position_embeddings=TOKENS, use_cache=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
+    shape = pretrained_shape(model, Head("causal"))
+    execution = Execution(1, 1, precision, "off", "native", "adamw")
+    costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
+    kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), execution)
+    assert costs.saved_bytes(execution) == pytest.approx(kept, rel=0.03)
+    torch_code = Execution(1, 1, precision, "off", "torch", "adamw")
+    assert costs.saved_bytes(execution) < costs.saved_bytes(torch_code)
 
 
 BLOCKS: dict[str, dict[str, Any]] = {  # the first block and all others of models with recurrent layers

@@ -31,15 +31,15 @@ if TYPE_CHECKING:  # with the kernels of recurrent layers, which other runs need
 # Bytes that a block saves per token for its backward pass, by precision: (bytes per unit of D, bytes per unit of F and
 # (D, F) matrix). Measured on Qwen2 and BERT without torch.compile.
 _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
-# The same for blocks that `patch_model` has replaced with fused ones.
+# The same for blocks that `patch_model` has replaced with fused ones. Those of decoders also save `attention_values`.
 _FUSED_SAVED_BYTES = {
-    "decoder": {"bf16": (20, 2), "fp32": (28, 4)},
-    "sandwich": {"bf16": (28, 2), "fp32": (36, 4)},  # also the outputs of attention and feed-forward layers
+    "decoder": {"bf16": (12, 2), "fp32": (12, 4)},
+    "sandwich": {"bf16": (16, 2), "fp32": (20, 4)},  # also the outputs of attention and feed-forward layers
     "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
     "relative": {"bf16": (52, 2), "fp32": (42, 4)},  # DeBERTa and MPNet; their attention weights are extra
 }
-# Bytes that recurrent layers save per token and channel. Their blocks save only half as much per unit of D as others,
-# because attention saves the other half.
+# Bytes that recurrent layers save per token and channel. Unless blocks are fused, theirs save only half as much per
+# unit of D as others, because attention saves the other half.
 _RECURRENT_SAVED_BYTES = {
     "delta": {"bf16": 24, "fp32": 32},
     "heads": {"bf16": 18, "fp32": 22},
@@ -86,6 +86,7 @@ class ModuleShape:
     fused: FusedBlocks | None  # the type of fused blocks that `patch_model` has put in, if it has
     recurrent: tuple[RecurrentSize, ...] = ()  # the recurrent layers of all blocks
     attending: float = 1.0  # share of the blocks that have attention
+    attention_values: int = 0  # queries, keys, values and results of a token; queries and keys twice if normalized
     packs: bool = True  # several examples can share a row
     shares: bool = False  # a beginning that examples of a row share is computed once
     trained_layers: int = 0  # the last blocks, the only ones that are trained; 0: all blocks
@@ -160,7 +161,20 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
         matrix_weights=sum(w.numel() for block in blocks for w in _matrices(block).values()) / len(blocks),
         fused=getattr(blocks[0], "fused_as", None),
         recurrent=tuple(size for block in blocks for m in block.modules() if (size := recurrent_size(m)) is not None),
+        attention_values=max(map(_attention_values, blocks)),
     )
+
+
+def _attention_values(block: nn.Module) -> int:
+    """Returns the values per token that the attention of a decoder's fused block saves; 0 without attention."""
+    attention = next((m for m in block.modules() if type(m).__name__.endswith("Attention")), None)
+    matrices = [] if attention is None else list(_matrices(attention).values())
+    if not matrices:
+        return 0
+    *projections, out = matrices
+    width, projected = int(out.shape[1]), sum(int(matrix.shape[0]) for matrix in projections)
+    normalizes = any(name.endswith("q_norm") for name, _ in attention.named_children()) if attention else False
+    return projected + width + ((projected + width) // 2 if normalizes else 0)
 
 
 def _matrices(block: nn.Module) -> dict[int, nn.Parameter]:
@@ -245,7 +259,10 @@ class ModuleCosts(Costs):
         width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[execution.compute_dtype_name]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         attention = shape.attending if shape.recurrent and shape.inner else not shape.recurrent
-        per_token = width * shape.width * (1 + attention) / 2
+        if fused in ("decoder", "sandwich"):
+            per_token = width * shape.width + attention * shape.attention_values * execution.compute_dtype.itemsize
+        else:
+            per_token = width * shape.width * (1 + attention) / 2
         per_token += inner * up_projections * shape.inner + 8 * shape.heads
         for layer in shape.recurrent:
             saved = _RECURRENT_SAVED_BYTES[layer.kind][execution.compute_dtype_name]

@@ -381,7 +381,7 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
         ({"leave_out": "token_embd.weight"}, "the model's metadata are incomplete"),
         ({"leave_out": "qwen3.block_count"}, "the model's metadata are incomplete .'qwen3.block_count' is missing"),
         ({"leave_out": "qwen3.attention.head_count"}, "the model's metadata are incomplete"),
-        ({"qwen3.rope.scaling.type": "linear"}, "RoPE scaling type linear"),
+        ({"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 4.0}, "RoPE scaling type linear"),
         ({"odd.weight": torch.ones(3).numpy()}, "the weight odd.weight does not belong to the architecture qwen3"),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) if isinstance(changes, dict) else "",
