@@ -45,8 +45,8 @@ def checkout(tmp_path: Path) -> Path:
 # Pages whose commands take a long time.
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
-    "grpo", "harness", "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume",
-    "scaling", "search", "serve", "static", "train", "tune", "use",
+    "grpo", "guides", "harness", "kubernetes", "laptops", "plan", "preference", "python", "questions", "report",
+    "resume", "scaling", "search", "serve", "static", "train", "trainer", "tune", "use",
 )  # fmt: skip
 
 

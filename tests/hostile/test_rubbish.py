@@ -122,7 +122,7 @@ def test_a_tiny_temperature_gives_the_most_likely_token(run: Path) -> None:
     assert [code for code, _ in found] == [0, 0], found
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.long)])
 def test_a_model_that_predicts_no_numbers_is_named(copy: Path, value: float) -> None:
     for file in copy.rglob("model.safetensors"):
         weights = load_file(file)

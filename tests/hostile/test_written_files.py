@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 CONFIG = Path(__file__).parents[2] / "configs/cpu_small.yaml"
 SPACE = "training.learning_rate: [0.001, 0.01]\n"
+SLOW_PICTURES = pytest.param("report png", marks=pytest.mark.long)
 FOLDER, FILE = "folder", "file"  # the kind of a command's output
 
 # A user's files, many of them with names that exports, runs, benchmarks or manifests use.
@@ -148,7 +149,7 @@ def test_training_from_python_changes_no_foreign_files(target: str, home: Path, 
     assert state(project) == before
 
 
-@pytest.mark.parametrize("command", ["train", "export", "fork", "tokenizer", "k8s", "report png"])
+@pytest.mark.parametrize("command", ["train", "export", "fork", "tokenizer", "k8s", SLOW_PICTURES])
 @pytest.mark.parametrize("target", ["new/and deep", "."])
 def test_new_and_empty_folders_are_written(
     command: str, target: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +163,7 @@ def test_new_and_empty_folders_are_written(
     assert not [name for name in written if name.rpartition("/")[2].startswith(".sansgpu-")]
 
 
-@pytest.mark.parametrize("command", ["export", "k8s", "report png", "export gguf"])
+@pytest.mark.parametrize("command", ["export", "k8s", SLOW_PICTURES, "export gguf"])
 def test_a_command_writes_again_what_it_wrote_and_keeps_what_was_added(
     command: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

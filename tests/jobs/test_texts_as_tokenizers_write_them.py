@@ -21,6 +21,10 @@ from tests.processes import Captured, json_of, options, settings
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
 
 pytestmark = pytest.mark.usefixtures("home")
+# The other kinds are trained on and evaluated before a release.
+OFTEN = pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("gpt2", "llama", "wordpiece") else pytest.mark.long) for k in KINDS]
+)
 
 
 @cache
@@ -43,7 +47,7 @@ def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
     return total
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@OFTEN
 def test_eval_begins_and_ends_a_text_as_transformers_does(kind: str, tmp_path: Path, capsys: Captured) -> None:
     texts = [TEXT, "A second, shorter text."]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -84,7 +88,7 @@ def test_a_text_is_continued_after_its_first_tokens_and_without_its_end_token(ki
     assert written == tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@OFTEN
 def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Path, capsys: Captured) -> None:
     """The end-of-text token has a loss even if the tokenizer does not add it."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in [TEXT, "one"] * 2)

@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +17,21 @@ from tests.kernels.guarded import GuardedCalls
 
 M_PERTURB = -6  # malloc.h
 INSTRUCTION_SETS = {instructions.name: instructions for instructions in supported()}
-# The first and the last instruction set differ most; only long tests use those in between.
-SETS = [
-    pytest.param(name, marks=[] if place in (0, len(INSTRUCTION_SETS) - 1) else pytest.mark.long)
-    for place, name in enumerate(INSTRUCTION_SETS)
-]
+FIRST, LAST = supported()[0].name, supported()[-1].name  # the portable kernels and the best ones
+SETS = [pytest.param(name, marks=() if name in (FIRST, LAST) else pytest.mark.long) for name in INSTRUCTION_SETS]
+OF_THE_FIRST = ("test_kernels.py", "test_library.py", "test_products.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks most tests of the portable kernels as long: they have the same source as the best ones."""
+    for item in items:
+        known = item.path.parent != Path(__file__).parent or item.path.name in OF_THE_FIRST or FIRST == LAST
+        if known or item.get_closest_marker("long") or not isinstance(item, pytest.Function):
+            continue
+        if hasattr(item, "callspec") and FIRST in item.callspec.params.values():
+            item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.portable)
 
 
 @cache

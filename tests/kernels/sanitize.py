@@ -87,6 +87,7 @@ def main() -> None:
             print(f"sanitize {name}: {report} was reported, as expected.", flush=True)
         # By default pytest captures reports, and loses them if a sanitizer ends the process.
         options = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "-k", CHECKED)
+        options += ("-m", "portable or not long")
         options += tuple(f"--ignore=tests/kernels/{file}" for file in LEFT_OUT)
         options += tuple(f"--deselect=tests/kernels/{test}" for test in sanitizer.left_out)
         if start(folder, sanitizer, "-m", "pytest", *options, "tests/kernels").returncode != 0:

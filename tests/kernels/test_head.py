@@ -150,7 +150,7 @@ def test_log_probabilities_of_targets_have_the_gradients_of_any_function_of_them
     "options",
     [LossOptions(), pytest.param(LossOptions(0.1, 0.01), marks=pytest.mark.long), LossOptions(0.1, 0.01, 5.0)],
 )
-@pytest.mark.parametrize("name", ["q4_1", "q8_0", "q6_k"])
+@pytest.mark.parametrize("name", ["q4_1", pytest.param("q8_0", marks=pytest.mark.long), "q6_k"])
 def test_a_quantized_head_computes_what_its_values_do(
     kernels: str, name: str, options: LossOptions, dtype: torch.dtype
 ) -> None:

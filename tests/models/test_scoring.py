@@ -41,7 +41,7 @@ def assert_equal_to_separate_passes(scorer: Scorer, model: torch.nn.Module, requ
         assert found[number].is_greedy == separate.is_greedy
 
 
-@pytest.mark.parametrize("layout", ["llama", "classic", "modern"])
+@pytest.mark.parametrize("layout", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("classic", "modern"))])
 def test_a_shared_beginning_changes_no_score(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(layout)
     scorer = decoder_scorer(model)

@@ -36,10 +36,10 @@ ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "mixtral", "
            "distilbert", "modernbert", "mpnet", "deberta-v2")  # fmt: skip
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
 # Resumed even without long tests: dropout in the model, in adapters or nowhere; fused layers; packing and padding.
-RESUMED = {("gpt2", "none"), ("recurrent_gemma", "none"), ("mamba", "none"), ("modernbert", "none"), ("phi3", "lora")}
+RESUMED = {("gpt2", "none"), ("mamba", "none"), ("phi3", "lora")}
 # Runs in bf16, which compute with rounded frozen weights.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
-OFTEN_NARROW = (("qwen2", "none"), ("gemma2", "lora"), ("mixtral", "lora"), ("gpt2", "dora"))
+OFTEN_NARROW = (("qwen2", "none"), ("gemma2", "lora"))
 NARROW_RUNS = [pytest.param(*run, marks=[] if run in OFTEN_NARROW else pytest.mark.long) for run in NARROW]
 ROWS = 8
 

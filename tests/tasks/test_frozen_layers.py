@@ -17,7 +17,6 @@ from sansgpu.machine.distributed.group import SINGLE_PROCESS
 from sansgpu.tasks.capabilities import ActivationOwner
 from sansgpu.tasks.configuration import load_config
 from tests.processes import digests, events_of, finish, json_of, kill_when, record, start
-from tests.scale.launch import finish_forks
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import model_folder
 from tests.tasks.frozen import EPOCHS, LORA, arrays_in, chosen, losses_of, made, task_with_data, weights_in
@@ -140,9 +139,9 @@ def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:
 def test_two_processes_share_the_work_and_learn_the_same(home: Path, tmp_path: Path) -> None:
     arguments = chosen(home, "classify", "bert", EPOCHS, {"data.cache_dir": tmp_path / "cache"})
     alone, together = tmp_path / "alone", tmp_path / "together"
-    for run, processes in ((together, 2), (alone, 1)):
-        code, said = finish_forks(processes, ["train", *arguments, "--output-dir", str(run)], tmp_path / "commands")
-        assert code == 0, said
+    for run, launched in ((together, ["--processes", "2"]), (alone, [])):
+        code, _, error = finish(["train", *arguments, "--output-dir", str(run), *launched], tmp_path / "commands")
+        assert code == 0, error
     assert arrays_in(tmp_path / "cache")
     last = [events_of(run, "eval")[-1]["loss"] for run in (alone, together)]
     assert last[0] == pytest.approx(last[1], rel=2e-2)  # dropout differs between ranks

@@ -148,7 +148,7 @@ def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
     assert UnpaddedModel(model, pack=True, longest=100).packs, "mixing does not reach across examples of 100 tokens"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", pytest.param("int4", marks=pytest.mark.long)])
 @pytest.mark.parametrize("instructions", supported(), ids=lambda one: one.name)
 def test_a_model_that_amplifies_rounding_is_packed(
     instructions: InstructionSet,

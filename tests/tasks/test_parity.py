@@ -64,7 +64,7 @@ STILL = {
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "pack"), [*LABELED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in LABELED[2:])]
+    ("architecture", "kind", "pack"), [LABELED[0], *(pytest.param(*c, marks=pytest.mark.long) for c in LABELED[1:])]
 )
 def test_labels(tmp_path: Path, architecture: str, kind: str, pack: bool) -> None:
     rows = labeled_rows(tmp_path / "rows.jsonl", kind, pairs=kind == "single")

@@ -27,6 +27,7 @@ MOE = {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "m
        "shared_expert_intermediate_size": 40}  # fmt: skip
 LFM = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
 MODELS: dict[str, dict[str, Any]] = {"qwen2_moe": MOE, "lfm2": LFM}
+NAMES = ["qwen2_moe", pytest.param("lfm2", marks=pytest.mark.long)]
 SETTINGS = [
     "task=sft", "training.max_steps=2", "training.batch_size=2", "training.gradient_accumulation_steps=2",
     "training.learning_rate=0.01", "training.warmup_steps=0", "training.weight_decay=0.1",
@@ -45,7 +46,7 @@ def is_table_or_vector(name: str, parameter: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optimizer: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder_of(name))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -69,7 +70,7 @@ def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optim
         torch.testing.assert_close(step, expected, rtol=2e-3, atol=2e-3, msg=n)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_muon_trains_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
     rows, folder, sink = chat_rows(tmp_path / "chat.jsonl"), folder_of(name), EventBuffer()

@@ -47,11 +47,7 @@ OFTEN = (
     "llama3",
     "qwen2_yarn",
     "gpt2",
-    "xielu",
     "gemma3_text",
-    "phi",
-    "long_longrope",
-    "lfm2",
     "tied_qwen2_moe",
     "granitemoe",
     "qwen3_5_text",
@@ -164,7 +160,9 @@ def test_rows_that_q8_0_cannot_hold_are_f16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q4_1", pytest.param("q8_0", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["tied", "llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["tied", "gpt2", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3"))]
+)
 def test_a_quantized_file_stays_quantized_in_our_decoder(name: str, kind: GGUFType, tmp_path: Path) -> None:
     """The logits equal those of transformers with dequantized weights, also with an unusual epsilon in the norms."""
     model, tokenizer = base(tmp_path / "base", name)
@@ -230,16 +228,21 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     ("family", "changes", "sentence"),
     [
         ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144 in gemma2"),
-        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping None in gemma2"),
-        ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings False in gemma"),
-        ("gemma", {"hidden_act": "gelu"}, "supports only gelu_pytorch_tanh in gemma, but this model uses gelu"),
-        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, r"no_rope_layers \[1, 1, 0, 1, 1\] in smollm3"),
-        ("olmo2", {"head_dim": 32}, "head_dim 32 in olmo2"),
         ("phi3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "does not support rope_parameters"),
-        ("exaone4", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .* in exaone4"),
-        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "does not support rope_parameters"),
-        ("lfm2", {"conv_bias": True}, "conv_bias True in lfm2"),
-        ("minicpm3", {"rope_parameters": {"rope_type": "yarn"}}, "does not support rope_parameters"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping None in gemma2"),
+                ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings False in gemma"),
+                ("gemma", {"hidden_act": "gelu"}, "supports only gelu_pytorch_tanh in gemma, but this model uses gelu"),
+                ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, r"no_rope_layers \[1, 1, 0, 1, 1\] in smollm3"),
+                ("olmo2", {"head_dim": 32}, "head_dim 32 in olmo2"),
+                ("exaone4", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .* in exaone4"),
+                ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "does not support rope_parameters"),
+                ("lfm2", {"conv_bias": True}, "conv_bias True in lfm2"),
+                ("minicpm3", {"rope_parameters": {"rope_type": "yarn"}}, "does not support rope_parameters"),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -295,7 +298,7 @@ def test_a_mixture_of_experts_is_not_read_as_youtu(tmp_path: Path) -> None:
 LLAMA_3_1 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("trained", [8192, 64])
+@pytest.mark.parametrize("trained", [pytest.param(8192, marks=pytest.mark.long), 64])
 def test_llama_3_files_of_others_have_only_the_factors(trained: int, tmp_path: Path) -> None:
     rope = {**LLAMA_3_1, "original_max_position_embeddings": trained}
     model, tokenizer = base(tmp_path / "base", "llama", rope_parameters=rope)
@@ -308,7 +311,14 @@ def test_llama_3_files_of_others_have_only_the_factors(trained: int, tmp_path: P
             open_gguf(others)
 
 
-@pytest.mark.parametrize("bad", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, float("nan")]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [1.0, 2.0],
+        pytest.param([1.0, 2.0, 3.0, 4.0, 5.0, 0.0], marks=pytest.mark.long),
+        pytest.param([1.0, 2.0, 3.0, 4.0, 5.0, float("nan")], marks=pytest.mark.long),
+    ],
+)
 def test_bad_factors_of_rope_are_refused(bad: list[float], tmp_path: Path) -> None:
     model, tokenizer = base(tmp_path / "base", "long_longrope")
     write_base(tmp_path / "model.gguf", model, tokenizer, "f32")

@@ -13,9 +13,8 @@ from tools.supported_models import FAMILIES
 from sansgpu.models.huggingface.cached_reader import CacheUse, PretrainedReader, cache_use
 from tests.tasks.folders import model_folder
 
-# Recurrent states under different names, a cache of the model's own class, and recurrent layers next to attention.
-# Mistral has a window that is shorter than one of the prompts, and OpenAI GPT has no cache.
-OFTEN = ("mamba", "rwkv", "minimax", "falcon_h1", "mistral", "openai-gpt")
+# Recurrent layers alone, and a window that is shorter than one of the prompts.
+OFTEN = ("mamba", "mistral")
 ON_THE_PAGE = [family.model_type for family in FAMILIES if not family.is_encoder]
 SELDOM = [name for name in (*ON_THE_PAGE, "recurrent_gemma") if name not in OFTEN]
 # The next token depends on earlier ones only with larger weights, and with a head other than the embedding.

@@ -36,7 +36,7 @@ def refusal(capsys: Captured, tmp_path: Path, chosen: dict[str, object]) -> str:
     return sentence(capsys)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+@pytest.mark.parametrize("architecture", ["bert", pytest.param("roberta", marks=pytest.mark.long)])
 @pytest.mark.parametrize("command", ["train", "generate"])
 def test_an_encoder_does_not_continue_texts(
     home: Path, tmp_path: Path, capsys: Captured, architecture: str, command: str

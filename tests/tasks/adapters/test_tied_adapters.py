@@ -36,7 +36,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "tokens_of_head": {"trainable_token_indices": {HEAD: [5, 6, 23, 46]}},
     "tokens_of_both": {"trainable_token_indices": [5, 6, 23, 46]},
 }
-OFTEN = ("lora_on_embedding", "saved_both", "tied_lora")
+OFTEN = ("lora_on_embedding", "tied_lora")
 UNMERGED = {"model__merge_adapter": "false"}
 
 

@@ -88,7 +88,10 @@ def test_the_exported_classifier_is_scikit_learns_on_the_exported_vectors(home: 
     assert known["labels"][0] == found["label"]
 
 
-@pytest.mark.parametrize(("asked", "steps", "size"), [(32, 1, 12), (8, 2, 6), (5, 3, 4)])
+@pytest.mark.parametrize(
+    ("asked", "steps", "size"),
+    [(5, 3, 4), *(pytest.param(*case, marks=pytest.mark.long) for case in ((32, 1, 12), (8, 2, 6)))],
+)
 def test_the_rows_are_divided_evenly_among_the_steps_of_an_epoch(
     home: Path, asked: int, steps: int, size: int, capsys: Captured
 ) -> None:

@@ -91,7 +91,12 @@ def test_many_texts_are_embedded_in_int8_only_if_a_sample_agrees(
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("bert", {}), ("qwen2", {}), ("modernbert", {"model__pooling": "cls"}), ("bert", {"model__adapter": "lora"})],
+    [
+        pytest.param("bert", {}, marks=pytest.mark.long),
+        ("qwen2", {}),
+        pytest.param("modernbert", {"model__pooling": "cls"}, marks=pytest.mark.long),
+        ("bert", {"model__adapter": "lora"}),
+    ],
 )
 def test_sentence_transformers_and_transformers_load_the_final_folder(
     home: Path, tmp_path: Path, model: str, changes: dict[str, object]

@@ -239,7 +239,10 @@ def test_text_alone_becomes_bert_and_continues_as_one(home: Path, capsys: Captur
     assert "exceeds the maximum of 32 tokens" in said
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["bert", *(pytest.param(a, marks=pytest.mark.long) for a in ("roberta", "distilbert", "modernbert"))],
+)
 def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path: Path) -> None:
     """Our logits at the masked tokens of two packed texts equal those of transformers for each text alone."""
     folder = tmp_path / architecture

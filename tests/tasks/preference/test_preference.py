@@ -69,7 +69,8 @@ def random_answers() -> PreferenceExamples:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shares"), [("llama", True), ("qwen3", True), ("gpt2", True), ("mistral", True)]
+    ("architecture", "shares"),
+    [("llama", True), *(pytest.param(name, True, marks=pytest.mark.long) for name in ("qwen3", "gpt2", "mistral"))],
 )
 def test_shared_prompts_change_neither_log_probabilities_nor_gradients(architecture: str, shares: bool) -> None:
     objective, examples = PreferenceObjective(config(architecture)), random_answers()

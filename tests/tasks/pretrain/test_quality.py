@@ -83,7 +83,7 @@ def predicted(home: Path, capsys: Captured, model: str) -> list[dict[str, object
     return [{**row, **result} for row, result in zip(rows, found, strict=True)]
 
 
-@pytest.mark.parametrize("share", [0.001, 0.3, 0.98])
+@pytest.mark.parametrize("share", [pytest.param(0.001, marks=pytest.mark.long), 0.3, 0.98])
 def test_the_best_documents_stay_in_their_order(home: Path, tmp_path: Path, capsys: Captured, share: float) -> None:
     rows = predicted(home, capsys, "single")
     kept, notes = cleaned(configured(home, quality_share=share), tmp_path / "cache")
@@ -119,7 +119,9 @@ def test_scores_are_cached_for_a_text_a_model_and_a_label(home: Path, tmp_path: 
     assert count(quality_model=str(home / "single/final")) == 5  # final/ does not record the run's data.max_length
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.long), 7, pytest.param(1000, marks=pytest.mark.long)]
+)
 def test_documents_are_scored_in_parts(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     expected = cleaned(configured(home), tmp_path / "cache")[0]
     monkeypatch.setattr(quality, "SAVED_DOCUMENTS", size)

@@ -17,7 +17,10 @@ def within(tokenizer: Any, limit: int, long_rows: Any = "truncate", **row: Any) 
     return (None if masked is None else show_masked(masked.ids, masked.learned, tokenizer)), shortened
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama", "gemma", "vicuna", "generation", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["chatml", "gemma", "qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "vicuna", "generation"))],
+)
 @pytest.mark.parametrize("system", [None, "Be brief."])
 @settings(max_examples=15)
 @given(st.lists(st.tuples(ANY_TEXT, ANY_TEXT), min_size=1, max_size=5), st.integers(2, 200))
