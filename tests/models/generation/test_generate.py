@@ -209,6 +209,20 @@ def test_a_step_in_one_call_computes_quantized_weights_and_adapters(base: str, p
     assert (unadapted.step([1]) - steps[1]).abs().max() > 0.2 * steps[1].abs().max()
 
 
+def test_quantized_weights_are_not_copied_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpadded, _ = pretrained("llama", base_precision="int8")
+    logits = []
+    for ratio in (1.0, 0.0):
+        monkeypatch.setattr("sansgpu.kernels.decoder_step.PACKED_RATIO", ratio)
+        step = pretrained_step(unpadded.model)
+        assert step is not None
+        reader = PretrainedSlots(unpadded, 2, CONTEXT, step)
+        reader.add([[5, 6, 7], [8]])
+        logits.append(reader.step([9, 10]))
+    assert not torch.equal(*logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3 * float(logits[0].abs().max()))
+
+
 def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, (unpadded, tokenizer) = model_of("modern", vocab_size=300, max_seq_len=CONTEXT), pretrained("llama")
     for batch, reader in (

@@ -4,6 +4,8 @@
 // llama.cpp.
 #pragma once
 
+#include <type_traits>
+
 #include "tiles.h"
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -83,37 +85,55 @@ inline void scale_codes(Codes codes, float scale, float offset, float* to) {
 #endif
 }
 
+// Receives the codes of values instead of the values, with the scale and the offset of every 16.
+struct RawCodes {
+  int8_t* codes;
+  float *scales, *offsets;
+  RawCodes operator+(int64_t values) const { return {codes + values, scales + values / 16, offsets + values / 16}; }
+};
+
+inline void scale_codes(Codes codes, float scale, float offset, RawCodes to) {
+  std::memcpy(to.codes, &codes, sizeof(codes));
+  *to.scales = scale;
+  *to.offsets = offset;
+}
+
 // Dequantizes 4-bit codes to scale * code + offset.
 class NibbleValues {
  public:
+  NibbleValues(float scale, float offset) : scale_(scale), offset_(offset) {
 #ifdef __AVX512F__
-  NibbleValues(float scale, float offset) {
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     each_ = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+#endif
   }
 
   // Dequantizes 16 codes, which start at bit `shift` of each byte.
-  void store(Codes bytes, int shift, float* to) const {
-    const __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), static_cast<unsigned>(shift));
-    _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // uses only the lowest 4 bits of each index
+  template <typename To>
+  void store(Codes bytes, int shift, To to) const {
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<To, float*>) {
+      const __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), static_cast<unsigned>(shift));
+      return _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // uses only the lowest 4 bits of each index
+    }
+#endif
+    scale_codes(field(bytes, shift, 15), scale_, offset_, to);
   }
 
  private:
+#ifdef __AVX512F__
   __m512 each_;
-#else
-  NibbleValues(float scale, float offset) : scale_(scale), offset_(offset) {}
-  void store(Codes bytes, int shift, float* to) const { scale_codes(field(bytes, shift, 15), scale_, offset_, to); }
-
- private:
-  float scale_, offset_;
 #endif
+  float scale_, offset_;
 };
 
-// Each format has VALUES values in a block of BYTES bytes. `decode` dequantizes one group of a block to fp32.
+// Each format has VALUES values in a block of BYTES bytes. `decode` dequantizes one group of a block to fp32, or stores
+// its codes. The fp16 factor of the scales is at the byte FACTOR, that of the offsets at OFFSET_FACTOR, if there is one.
 struct Q4_0 {
-  static constexpr int64_t VALUES = Q4_0_VALUES, BYTES = Q4_0_BYTES;
+  static constexpr int64_t VALUES = Q4_0_VALUES, BYTES = Q4_0_BYTES, FACTOR = 0;
 
-  static void decode(const uint8_t* block, int64_t, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t, To to) {
     const float scale = load_half(block);
     const NibbleValues values(scale, -8.0f * scale);
     const Codes pairs = load_codes(block + 2);
@@ -123,9 +143,10 @@ struct Q4_0 {
 };
 
 struct Q4_1 {
-  static constexpr int64_t VALUES = Q4_1_VALUES, BYTES = Q4_1_BYTES;
+  static constexpr int64_t VALUES = Q4_1_VALUES, BYTES = Q4_1_BYTES, FACTOR = 0, OFFSET_FACTOR = 2;
 
-  static void decode(const uint8_t* block, int64_t, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t, To to) {
     const NibbleValues values(load_half(block), load_half(block + 2));
     const Codes pairs = load_codes(block + 4);
     values.store(pairs, 0, to);
@@ -134,33 +155,37 @@ struct Q4_1 {
 };
 
 // After the factors, a block of q5_0 or q5_1 has the highest bits of its 5-bit codes, then their lower 4 bits.
-inline void decode_5_bits(const uint8_t* bits, float scale, float offset, float* to) {
+template <typename To>
+inline void decode_5_bits(const uint8_t* bits, float scale, float offset, To to) {
   const Codes pairs = load_codes(bits + 4);
   scale_codes(field(pairs, 0, 15) | spread_bits(bits, 16), scale, offset, to);
   scale_codes(field(pairs, 4, 15) | spread_bits(bits + 2, 16), scale, offset, to + 16);
 }
 
 struct Q5_0 {
-  static constexpr int64_t VALUES = Q5_0_VALUES, BYTES = Q5_0_BYTES;
+  static constexpr int64_t VALUES = Q5_0_VALUES, BYTES = Q5_0_BYTES, FACTOR = 0;
 
-  static void decode(const uint8_t* block, int64_t, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t, To to) {
     const float scale = load_half(block);
     decode_5_bits(block + 2, scale, -16.0f * scale, to);
   }
 };
 
 struct Q5_1 {
-  static constexpr int64_t VALUES = Q5_1_VALUES, BYTES = Q5_1_BYTES;
+  static constexpr int64_t VALUES = Q5_1_VALUES, BYTES = Q5_1_BYTES, FACTOR = 0, OFFSET_FACTOR = 2;
 
-  static void decode(const uint8_t* block, int64_t, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t, To to) {
     decode_5_bits(block + 4, load_half(block), load_half(block + 2), to);
   }
 };
 
 struct Q8_0 {
-  static constexpr int64_t VALUES = Q8_0_VALUES, BYTES = Q8_0_BYTES;
+  static constexpr int64_t VALUES = Q8_0_VALUES, BYTES = Q8_0_BYTES, FACTOR = 0;
 
-  static void decode(const uint8_t* block, int64_t, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t, To to) {
     const float scale = load_half(block);
     scale_codes(load_codes(block + 2), scale, 0.0f, to);
     scale_codes(load_codes(block + 18), scale, 0.0f, to + 16);
@@ -170,23 +195,26 @@ struct Q8_0 {
 // Formats iq4_nl and iq4_xs store 4-bit indices into this table of values.
 constexpr int8_t UNEVEN[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-inline void decode_uneven(const uint8_t* pairs, float scale, float* to) {
+template <typename To>
+inline void decode_uneven(const uint8_t* pairs, float scale, To to) {
   const Codes table = load_codes(reinterpret_cast<const uint8_t*>(UNEVEN)), codes = load_codes(pairs);
   scale_codes(look_up(table, field(codes, 0, 15)), scale, 0.0f, to);
   scale_codes(look_up(table, field(codes, 4, 15)), scale, 0.0f, to + 16);
 }
 
 struct IQ4_NL {
-  static constexpr int64_t VALUES = IQ4_NL_VALUES, BYTES = IQ4_NL_BYTES;
+  static constexpr int64_t VALUES = IQ4_NL_VALUES, BYTES = IQ4_NL_BYTES, FACTOR = 0;
 
-  static void decode(const uint8_t* block, int64_t, float* to) { decode_uneven(block + 2, load_half(block), to); }
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t, To to) { decode_uneven(block + 2, load_half(block), to); }
 };
 
 // A block has an fp16 factor, then the upper 2 bits of 8 scales in 2 bytes, their lower 4 bits in 4, and the codes.
 struct IQ4_XS {
-  static constexpr int64_t VALUES = IQ4_XS_VALUES, BYTES = IQ4_XS_BYTES;
+  static constexpr int64_t VALUES = IQ4_XS_VALUES, BYTES = IQ4_XS_BYTES, FACTOR = 0;
 
-  static void decode(const uint8_t* block, int64_t group, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t group, To to) {
     const int shift = static_cast<int>(group % 4 * 2);
     const int scale = (block[4 + group / 2] >> group % 2 * 4 & 15) | (block[2 + group / 4] >> shift & 3) << 4;
     decode_uneven(block + 8 + group * GROUP / 2, load_half(block) * static_cast<float>(scale - 32), to);
@@ -196,10 +224,11 @@ struct IQ4_XS {
 // A block has 16 scales of 4 bits, each with an offset of 4 bits, then the 2-bit codes, then the fp16 factors of the
 // scales and of the offsets.
 struct Q2_K {
-  static constexpr int64_t VALUES = Q2_K_VALUES, BYTES = Q2_K_BYTES;
+  static constexpr int64_t VALUES = Q2_K_VALUES, BYTES = Q2_K_BYTES, FACTOR = 80, OFFSET_FACTOR = 82;
 
-  static void decode(const uint8_t* block, int64_t group, float* to) {
-    const float factor = load_half(block + 80), offset_factor = load_half(block + 82);
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t group, To to) {
+    const float factor = load_half(block + FACTOR), offset_factor = load_half(block + OFFSET_FACTOR);
     const int shift = static_cast<int>(group % 4 * 2);
     for (int64_t i = 0; i < 2; ++i) {
       const int packed = block[2 * group + i];
@@ -213,9 +242,10 @@ struct Q2_K {
 // A block has the highest bits of its 3-bit codes, then their lower 2 bits, then the lower 4 and the upper 2 bits of 16
 // scales for 16 values each, then the fp16 factor of the scales.
 struct Q3_K {
-  static constexpr int64_t VALUES = Q3_K_VALUES, BYTES = Q3_K_BYTES;
+  static constexpr int64_t VALUES = Q3_K_VALUES, BYTES = Q3_K_BYTES, FACTOR = 108;
 
-  static void decode(const uint8_t* block, int64_t group, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t group, To to) {
     const uint8_t *lower = block + 32 + group / 4 * GROUP, *scales = block + 96;
     const int shift = static_cast<int>(group % 4 * 2), bit = static_cast<int>(group);
     for (int64_t i = 0; i < 2; ++i) {
@@ -223,7 +253,7 @@ struct Q3_K {
       const int scale = (scales[number % 8] >> number / 8 * 4 & 15) | (scales[8 + number % 4] >> number / 4 * 2 & 3) << 4;
       const Codes high = field(load_codes(block + 16 * i), bit, 1);
       scale_codes((field(load_codes(lower + 16 * i), shift, 3) | high << 2) - 4,
-                  load_half(block + 108) * static_cast<float>(scale - 32), 0.0f, to + 16 * i);
+                  load_half(block + FACTOR) * static_cast<float>(scale - 32), 0.0f, to + 16 * i);
     }
   }
 };
@@ -245,9 +275,10 @@ struct GroupLine {
 
 // A block has 16 bytes of scales and offsets, then the highest bits of the 5-bit codes, then their lower 4 bits.
 struct Q5_K {
-  static constexpr int64_t VALUES = Q5_K_VALUES, BYTES = Q5_K_BYTES;
+  static constexpr int64_t VALUES = Q5_K_VALUES, BYTES = Q5_K_BYTES, FACTOR = 0, OFFSET_FACTOR = 2;
 
-  static void decode(const uint8_t* block, int64_t group, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t group, To to) {
     const GroupLine line(block, group);
     const uint8_t* pairs = block + 48 + group / 2 * GROUP;
     for (int64_t i = 0; i < GROUP; i += 16) {
@@ -260,9 +291,10 @@ struct Q5_K {
 
 // A block has 16 bytes of scales and offsets, then the 4-bit codes.
 struct Q4_K {
-  static constexpr int64_t VALUES = Q4_K_VALUES, BYTES = Q4_K_BYTES;
+  static constexpr int64_t VALUES = Q4_K_VALUES, BYTES = Q4_K_BYTES, FACTOR = 0, OFFSET_FACTOR = 2;
 
-  static void decode(const uint8_t* block, int64_t group, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t group, To to) {
     const GroupLine line(block, group);
     const uint8_t* pairs = block + 16 + group / 2 * GROUP;
     const NibbleValues values(line.scale, line.offset);
@@ -275,14 +307,15 @@ struct Q4_K {
 // A block has the lower 4 bits of the codes, then their upper 2 bits, then 16 scales for 16 values each, then the fp16
 // factor of the scales.
 struct Q6_K {
-  static constexpr int64_t VALUES = Q6_K_VALUES, BYTES = Q6_K_BYTES;
+  static constexpr int64_t VALUES = Q6_K_VALUES, BYTES = Q6_K_BYTES, FACTOR = 208;
 
-  static void decode(const uint8_t* block, int64_t group, float* to) {
+  template <typename To>
+  static void decode(const uint8_t* block, int64_t group, To to) {
     const int64_t half = group / 4;
     const int quarter = static_cast<int>(group % 4);
     const uint8_t *lower = block + half * 64 + quarter % 2 * GROUP, *upper = block + 128 + half * GROUP;
     const auto scales = reinterpret_cast<const int8_t*>(block + 192 + 2 * group);
-    const float factor = load_half(block + 208);
+    const float factor = load_half(block + FACTOR);
     for (int64_t i = 0; i < 2; ++i) {
       const Codes low = field(load_codes(lower + 16 * i), quarter / 2 * 4, 15);
       const Codes high = field(load_codes(upper + 16 * i), 2 * quarter, 3);

@@ -3,10 +3,12 @@
 //
 // B sequences, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V vocabulary, S tokens per
 // KV cache. Plain weights are packed once, because packing them in every step would take a third of the time of its
-// matmuls. Quantized weights are dequantized in every step, so that memory holds them only once, or packed once as
-// block floats of 8 bits. Each value is computed in the same order for any number of rows and threads.
+// matmuls. Packed weights may be integers of 8 bits (block floats) or the codes of quantized weights (code_tiles.h).
+// Quantized weights that are not packed, because memory would not hold the copy, are dequantized in every step. Each
+// value is computed in the same order for any number of rows and threads.
 
 #include "attention.h"
+#include "code_tiles.h"
 #include "norm.h"
 #include "packed_cache.h"
 #include "quantized_rows.h"
@@ -115,38 +117,55 @@ class Step {
     return low;
   }
 
-  // The input (B, terms) of weights, and its rows as block floats if one of the weights is packed as such. With two
-  // parts, another row follows each packed row: its rounding errors.
+  // The input (B, terms) of weights, and its rows as the integers that are multiplied with packed weights: as block
+  // floats, for INT8_TILES, or as in code_tiles.h. With two parts, another row follows each row of block floats: its
+  // rounding errors.
   struct Rows {
     const T* values;
     int64_t terms, ld, parts;
     Buffer<bfp8> packed;
+    Buffer<uint8_t> integers;
 
     Rows(const T* values, const StepSizes& sizes, int64_t terms, const StepWeight* weights, int64_t count)
         : values(values),
           terms(terms),
           ld(padded<bfp8>(terms)),
           parts(sizes.parts),
-          packed(is_packed(weights, count) ? sizes.B * parts * ld : 1) {
+          packed(is_packed(weights, count) ? sizes.B * parts * ld : 1),
+          integers(has_codes(weights, count) ? sizes.B * integer_bytes() : 1) {
+      if (has_codes(weights, count))
+        each_few(sizes.B, [&](int64_t row) {
+          pack_integer_row(parts, values + row * terms, terms, integers + row * integer_bytes());
+        });
       if (!is_packed(weights, count)) return;
-      parallel_each(divide_up(sizes.B, FEW), [&](int64_t unit) {
+      each_few(sizes.B, [&](int64_t row) {
         Buffer<float> rest(terms);
-        for (int64_t row = unit * FEW; row < std::min(sizes.B, (unit + 1) * FEW); ++row) {
-          for (int64_t i = 0; i < terms; ++i) rest[i] = load(values + row * terms + i);
-          rotate_row(rest, terms);
-          for (int64_t part = 0; part < parts; ++part) {
-            bfp8* to = packed + (row * parts + part) * ld;
-            pack_rotated_row(rest, terms, to);
-            if (part + 1 < parts) subtract_row(to, terms, rest);
-          }
+        for (int64_t i = 0; i < terms; ++i) rest[i] = load(values + row * terms + i);
+        rotate_row(rest, terms);
+        for (int64_t part = 0; part < parts; ++part) {
+          bfp8* to = packed + (row * parts + part) * ld;
+          pack_rotated_row(rest, terms, to);
+          if (part + 1 < parts) subtract_row(to, terms, rest);
         }
       });
     }
 
+    int64_t integer_bytes() const { return integer_row_bytes(parts, terms); }
     const bfp8* packed_row(int64_t row) const { return packed + row * parts * ld; }
 
    private:
-    static constexpr int64_t FEW = 8;  // rows that a thread packs at a time
+    static bool has_codes(const StepWeight* weights, int64_t count) {
+      return std::any_of(weights, weights + count, [](const StepWeight& one) { return one.format >= CODE_TILES; });
+    }
+
+    // Calls pack(row) for each row; a thread takes a few at a time.
+    template <typename F>
+    static void each_few(int64_t rows, const F& pack) {
+      constexpr int64_t FEW = 8;
+      parallel_each(divide_up(rows, FEW), [&](int64_t unit) {
+        for (int64_t row = unit * FEW; row < std::min(rows, (unit + 1) * FEW); ++row) pack(row);
+      });
+    }
 
     static bool is_packed(const StepWeight* weights, int64_t count) {
       return std::any_of(weights, weights + count, [](const StepWeight& one) { return one.format == INT8_TILES; });
@@ -184,6 +203,8 @@ class Step {
     const T* a = inputs.values + first * terms;
     if (weight.format == INT8_TILES)
       multiply_integers(static_cast<const bfp8*>(weight.data) + tile * TILE * inputs.ld, inputs, first, rows, sums);
+    else if (weight.format >= CODE_TILES)
+      multiply_codes(weight, tile, inputs, first, rows, sums);
     else if (weight.format == NOT_QUANTIZED)
       product<T>(rows, TILE, terms, a, terms, packed(weight.data, tile, terms), TILE, sums, TILE, false);
     else
@@ -201,6 +222,14 @@ class Step {
       for (int64_t j = 0; j < TILE; j += PANEL<bfp8>)
         product<bfp8>(rows, PANEL<bfp8>, ld, inputs.packed_row(first) + part * ld, inputs.parts * ld, tile + j * ld,
                       PANEL<bfp8>, sums + j, TILE, part > 0);
+  }
+
+  static void multiply_codes(const StepWeight& weight, int64_t tile, const Rows& inputs, int64_t first, int64_t rows,
+                             float* sums) {
+    const int64_t format = weight.format - CODE_TILES;
+    const uint8_t* at = static_cast<const uint8_t*>(weight.data) + tile * code_tile_bytes(format, inputs.terms);
+    multiply_code_tile(format, inputs.parts, inputs.terms, at, rows, inputs.integers + first * inputs.integer_bytes(),
+                       sums);
   }
 
   static void multiply_quantized(const StepWeight& weight, int64_t column, int64_t outputs, int64_t rows, const T* a,
@@ -303,16 +332,15 @@ void pack_tiles(const T* weight, int64_t N, int64_t terms, T* to) {
   });
 }
 
-// Packs a weight, which may be quantized, into tiles of block floats.
-template <typename Weight>
-void pack_integer_tiles(const Weight& weight, int64_t N, int64_t terms, bfp8* to) {
-  const auto columns = weight.turned();
+// Packs a weight into tiles of block floats.
+template <typename T>
+void pack_integer_tiles(const T* weight, int64_t N, int64_t terms, bfp8* to) {
   const int64_t ld = padded<bfp8>(terms);
-  parallel_each(divide_up(N, TILE), [&](int64_t tile) {
+  parallel_each(divide_up(N, TILE), [=](int64_t tile) {
     bfp8* at = to + tile * TILE * ld;
     const int64_t outputs = std::min(TILE, N - tile * TILE);
     std::fill_n(reinterpret_cast<int8_t*>(at), TILE * ld, int8_t{0});  // a panel without any column
-    pack_columns(columns.from(0, tile * TILE), outputs, terms, at);
+    pack_columns(Operand<T>{weight + tile * TILE * terms, terms, true}, outputs, terms, at);
   });
 }
 
@@ -341,17 +369,14 @@ SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64
   narrow ? run(bf16()) : run(float());
 }
 
-// Packs a weight (N, terms) into tiles of TILE outputs: in its own dtype or, for INT8 and INT8_OF_BF16, as INT8_TILES,
-// for which it may also be in a block format. A weight in a block format is dequantized to fp32.
-SANSGPU_KERNEL void pack_step_weight(int64_t precision, int64_t format, const void* weight, int64_t N, int64_t terms,
-                                     void* to) {
+// Packs a weight (N, terms) into tiles of TILE outputs: in its own dtype or, for INT8 and INT8_OF_BF16, as INT8_TILES.
+SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int64_t N, int64_t terms, void* to) {
   with_precision(precision, [&]<typename T, typename P>(T, P) {
+    const auto values = static_cast<const T*>(weight);
     if constexpr (std::is_same_v<P, bfp8>)
-      with_matrix<T, float>(format, weight, terms, [&](const auto& matrix) {
-        pack_integer_tiles(matrix, N, terms, static_cast<bfp8*>(to));
-      });
+      pack_integer_tiles(values, N, terms, static_cast<bfp8*>(to));
     else
-      pack_tiles(static_cast<const T*>(weight), N, terms, static_cast<T*>(to));
+      pack_tiles(values, N, terms, static_cast<T*>(to));
   });
 }
 

@@ -154,9 +154,10 @@ class GRPOCosts(PretrainedCosts):
         return replace(memory, activations=memory.activations + more)
 
     def _generation_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of the KV cache and of the packed copy of the weights that are not quantized."""
+        """Returns the bytes of the KV cache and of the packed copies of the weights."""
         shape, size = self.shape, execution.compute_dtype.itemsize
         cache = self.cached_values * shape.layers * SLOTS * self.window
         blocks = numbers_of(dict(shape.products)) * shape.layers - shape.quantized_blocks.count
         head = 0 if shape.quantized_tables.count else shape.outputs * shape.width
-        return size * (cache + blocks + head)
+        codes = shape.quantized_blocks.bytes + shape.quantized_tables.bytes
+        return size * (cache + blocks + head) + codes
