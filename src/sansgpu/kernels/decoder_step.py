@@ -25,7 +25,7 @@ from sansgpu.machine.allocator import prefer_huge_pages
 from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
-CODE_TILES = constants()["CODE_TILES"]  # plus the number of a block format: the format of weights whose codes are packed
+CODE_TILES = constants()["CODE_TILES"]  # plus the number of a block format: the format of its packed codes
 INT8_TILES = constants()["INT8_TILES"]  # the format of weights that are packed as 8-bit integers
 PACKED_RATIO = 0.25  # maximum share of the available memory for packed copies of the weights
 
@@ -233,8 +233,8 @@ def step_of(
 ) -> DecoderStep | None:
     """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large.
 
-    If only those of quantized weights are too large, it dequantizes them in every step. With `may_fill_memory`, any size
-    is allowed.
+    If only those of quantized weights are too large, it dequantizes them in every step. With `may_fill_memory`, any
+    size is allowed.
     """
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):

@@ -210,7 +210,7 @@ def test_a_step_in_one_call_computes_quantized_weights_and_adapters(base: str, p
 
 
 def test_quantized_weights_are_not_copied_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpadded, _ = pretrained("llama", base_precision="int8")
+    unpadded, _ = pretrained("llama", base_precision="int8", adapter="lora")
     logits = []
     for ratio in (1.0, 0.0):
         monkeypatch.setattr("sansgpu.kernels.decoder_step.PACKED_RATIO", ratio)
@@ -220,7 +220,7 @@ def test_quantized_weights_are_not_copied_if_memory_is_short(monkeypatch: pytest
         reader.add([[5, 6, 7], [8]])
         logits.append(reader.step([9, 10]))
     assert not torch.equal(*logits)
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-3 * float(logits[0].abs().max()))
+    torch.testing.assert_close(*logits, rtol=0, atol=0.05 * float(logits[0].abs().max()))  # activations in bf16
 
 
 def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
