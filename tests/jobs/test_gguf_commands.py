@@ -51,7 +51,7 @@ def fill(home: Path) -> None:
     tuned = {**ADAPTED, "data.dataset_name": home / "chat.jsonl"}
     train_once(home / "plain", plain)
     train_once(home / "relu", relu)
-    for name, architecture in (("qwen", "qwen2"), ("falcon", "falcon")):
+    for name, architecture in (("qwen", "qwen2"), ("doge", "doge")):
         train_once(home / name, options(tuned, {"model.name_or_path": model_folder(architecture)}))
 
 
@@ -219,7 +219,7 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),
         ((plain / "final", *as_gguf), "is not a run"),
         ((home / "relu", *as_gguf), "this model uses relu; use --format hf"),
-        ((home / "falcon", *as_gguf), "this model has the architecture falcon"),
+        ((home / "doge", *as_gguf), "this model has the architecture doge"),
         ((tmp_path / "qa", *as_gguf), "is a run of task qa, but --format gguf needs one of task pretrain or sft"),
         ((tmp_path / "graph", *as_gguf), "is a run of task graph, but --format gguf needs one of task pretrain or sft"),
     ]:

@@ -125,7 +125,7 @@ def test_what_cannot_be_exported_is_refused(home: Path, capsys: Captured, tmp_pa
         ((home / "plain", "--output", tmp_path / "notes"), "contains files that sansgpu did not write"),
         ((home / "plain", "--output", home / "My chat/final"), "belongs to the run"),
         ((home / "plain", "--merge"), "--merge and --no-merge require --format hf"),
-        ((model_folder("falcon"), "--output", tmp_path / "g"), "this model has the architecture falcon"),
+        ((model_folder("doge"), "--output", tmp_path / "g"), "this model has the architecture doge"),
     ]:
         assert sentence in refused(capsys, "export", *arguments, "--format", "ollama")
     assert not (tmp_path / "o").exists()

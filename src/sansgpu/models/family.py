@@ -63,10 +63,10 @@ class RowOrder(NamedTuple):
     places: torch.Tensor
 
     def to_file(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[self.places]
+        return rows.index_select(0, self.places)
 
     def from_file(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[self.places.argsort()]
+        return rows.index_select(0, self.places.argsort())
 
 
 def exchanged(shape: tuple[int, ...], axis: int, first: int = 0) -> RowOrder:
