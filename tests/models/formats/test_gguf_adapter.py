@@ -55,7 +55,7 @@ def export(capsys: Captured, *arguments: object) -> tuple[int, str]:
 
 @pytest.mark.parametrize("changes", OPTIONS, ids=["plain", "rslora", "alphas"])
 @pytest.mark.parametrize(
-    "architecture", ["gpt2", *(pytest.param(a, marks=pytest.mark.long) for a in ("llama", "qwen2"))]
+    "architecture", ["gpt2", *(pytest.param(a, marks=pytest.mark.long) for a in ("llama", "qwen2", "falcon"))]
 )
 def test_the_matrices_are_those_of_peft(
     architecture: str, changes: dict[str, Any], tmp_path: Path, capsys: Captured
@@ -130,7 +130,8 @@ def test_a_run_is_exported_as_an_adapter_file(home: Path, capsys: Captured) -> N
             {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
             "cannot contain model.layers.0.input_layernorm.weight",
         ),
-        ("falcon", {"target_modules": ["dense"]}, "this model has the architecture falcon"),
+        ("doge", {"target_modules": ["o_proj"]}, "this model has the architecture doge"),
+        ("youtu", {"target_modules": ["kv_b_proj"]}, "cannot contain model.layers.0.self_attn.kv_b_proj."),
     ],
 )
 def test_what_llama_cpp_would_not_compute_is_refused(

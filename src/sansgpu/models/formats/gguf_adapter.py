@@ -13,6 +13,7 @@ from gguf import Keys
 from sansgpu.config import ConfigError
 from sansgpu.files.reading import read_object
 from sansgpu.models import families
+from sansgpu.models.family import block_pattern
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.models.formats.gguf_file import ModelDescription, describe, write_file
 from sansgpu.models.formats.gguf_layout import has_own_layout, permuted
@@ -66,7 +67,8 @@ def _parts(name: str, settings: Mapping[str, Any], modules: Mapping[str, str]) -
     suffix = next((ending for ending in _SUFFIXES if name.endswith(ending)), "")
     module = name.removesuffix(suffix)
     is_tied_head = module == "lm_head" and settings.get("tie_word_embeddings")
-    is_other = module not in modules or has_own_layout(f"{module}.weight", settings)
+    is_divided = block_pattern(module)[0] in families.get(settings["model_type"]).gguf_divided(settings)
+    is_other = is_divided or module not in modules or has_own_layout(f"{module}.weight", settings)
     if not suffix or is_other or is_tied_head:
         raise ConfigError(f"llama.cpp's adapters cannot contain {name}; remove --no-merge to export the merged model.")
     return module, suffix

@@ -147,7 +147,9 @@ def _family_of(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Fa
         raise ConfigError(f"{path} has the unsupported architecture {architecture}; use a model with one of {known}.")
     if not (found := [*own, *others]):
         titles = " or ".join(family.title for family in named)
-        raise ConfigError(f"{path} has another kind of {architecture} than {titles}, which alone is supported.")
+        raise ConfigError(
+            f"{path} has another kind of {architecture} than {titles}, which alone is supported; use a model of that kind."
+        )
     return found[0]
 
 
