@@ -148,7 +148,7 @@ def _family_of(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Fa
     if not (found := [*own, *others]):
         titles = " or ".join(family.title for family in named)
         raise ConfigError(
-            f"{path} has another kind of {architecture} than {titles}, which alone is supported; use a model of that kind."
+            f"{path} has another kind of {architecture} than {titles}, which alone is supported; use such a one."
         )
     return found[0]
 
