@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def write_ours(
 
 def base(folder: Path, name: str, **more: Any) -> tuple[PreTrainedModel, Any]:
     """Returns a transformers model, with noise added to all weights so that errors show, and its tokenizer."""
-    architecture, changes = BASES[name]
+    architecture, changes = deepcopy(BASES[name])  # transformers adds to the settings of RoPE that it is given
     given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes, **more)))
     model = load_pretrained(given, Head("causal"), 0).eval()
     generator = torch.Generator().manual_seed(0)

@@ -189,7 +189,7 @@ def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     back, its_tokenizer = load_pretrained(given_file, Head("causal"), 0).eval(), load_tokenizer_of(given_file)
     ids = tokenizer("naïve <|im_end|> 12").input_ids
     settings, found, expected = model.config.to_dict(), logits_of(back, ids), logits_of(model, ids)
-    rounds = any(has_own_layout(weight, settings) for weight in model.state_dict())
+    rounds = type(back) is not type(model) or any(has_own_layout(weight, settings) for weight in model.state_dict())
     assert float((found - expected).abs().max()) <= (1e-5 if rounds else 0.0)
     assert its_tokenizer("naïve <|im_end|> 12").input_ids == ids
     assert its_tokenizer.chat_template == tokenizer.chat_template
