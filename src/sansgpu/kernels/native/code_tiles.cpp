@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t PANEL_OUTPUTS = 16, HALF = GROUP / 2, CODE_WORDS = GROUP / 4;
 static_assert(STEP_TILE % PANEL_OUTPUTS == 0 && PANEL_OUTPUTS % WIDTH == 0);
 
-// How a panel stores the groups of a format. A value is scale * (code - CENTER) + offset.
+// Describes how a panel stores the groups of a format. A value is scale * (code - center) + offset.
 struct CodeLayout {
   bool nibbles;         // codes have 4 bits, otherwise they are signed bytes
   bool has_offsets;
@@ -109,7 +109,7 @@ void pack_tile(const uint8_t* weight, int64_t N, int64_t terms, int64_t tile, ui
     pack_code_panel<Format>(weight + j * row_bytes, std::clamp<int64_t>(N - j, 0, PANEL_OUTPUTS), terms, to);
 }
 
-// What precedes the integers of a group of a row: its scale, and sums of the integers.
+// Precedes the integers of a group of a row, and has their scale and their sums.
 struct GroupHeader {
   float scale;
   float sum, sums[2];     // the sum times the scale: of all, and of each half
@@ -281,7 +281,7 @@ class PanelProduct {
     });
   }
 
-  // What each code has too much in the sums.
+  // Each code is too large by this number in the sums.
   static constexpr int32_t SUBTRACTED = LAYOUT.center + (LAYOUT.nibbles ? 0 : OFFSET);
 
   static Ints exact(Ints sums) { return LAYOUT.nibbles ? joined(sums) : sums; }
@@ -332,7 +332,7 @@ SANSGPU_KERNEL void pack_codes(int64_t format, const void* weight, int64_t N, in
   });
 }
 
-// Computes y (M, N) = x (M, terms) W^T with a packed weight, for tests.
+// Computes y (M, N) = x (M, terms) W^T with a packed weight. Tests compare it with float64.
 SANSGPU_KERNEL void code_product(int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms, const float* x,
                                  const void* tiles, float* y) {
   const int64_t row_bytes = integer_row_bytes(parts, terms), tile_size = code_tile_bytes(format, terms);

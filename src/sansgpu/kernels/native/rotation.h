@@ -15,7 +15,8 @@ namespace sansgpu {
 constexpr int64_t LINE = 16;
 static_assert(LINE % WIDTH == 0 && WIDTH % 4 == 0, "a line is whole vectors of whole quadruples");
 
-// The sign of a term: that of the bent function x0 x1 + x2 x3 of the line's number, and of the place among four.
+// Returns the sign of a term, which is that of a bent function, x0 x1 + x2 x3 + y0 y1, of the bits of its line's number
+// and of its place among four neighbors.
 constexpr float sign_of(int64_t line, int64_t place) {
   return ((line & line >> 1) ^ (line >> 2 & line >> 3) ^ (place & place >> 1)) & 1 ? -1.0f : 1.0f;
 }
@@ -35,7 +36,7 @@ inline void mix(Floats* values) {
   });
 }
 
-// Adds to each value the one at DISTANCE, or, in the upper half of each pair, subtracts it from that one.
+// Replaces each two values at this DISTANCE by their sum and their difference.
 template <int64_t DISTANCE>
 inline Floats mix_neighbors(Floats x) {
   return [x]<int64_t... I>(std::integer_sequence<int64_t, I...>) {
@@ -49,7 +50,7 @@ inline Floats mix_neighbors(Floats x) {
   }(std::make_integer_sequence<int64_t, WIDTH>());
 }
 
-// The signs of a line, multiplied by what makes a piece of LINES lines orthogonal.
+// Returns the signs of a line, multiplied by the factor with which a piece of LINES lines is orthogonal.
 template <int64_t LINES>
 inline Floats factors_of(int64_t line) {
   constexpr float FACTOR = LINES == 16 ? 0.125f : LINES == 4 ? 0.25f : 0.5f;
