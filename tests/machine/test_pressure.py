@@ -82,3 +82,17 @@ def test_a_compiled_run_keeps_room_for_the_compiler() -> None:
     machine.free = MIN_FREE_BYTES + COMPILER_BYTES // 2
     assert machine.guard(4).allowed(4) == 4
     assert machine.guard(4, compiled="on").allowed(4) < 4
+
+
+def test_growth_is_not_extrapolated_over_a_slow_pass() -> None:
+    machine = Machine()
+    machine.free = 20_000 * MEGABYTE
+    guard = machine.guard(8)
+    for _ in range(4):
+        guard.allowed(8)
+        machine.passes(60.0)
+    guard.allowed(8)
+    machine.passes(1.0, taken_by_others=1000 * MEGABYTE)  # would be 60 GB in a pass
+    guard.check()
+    assert machine.said == []
+    assert machine.execution.micro_batch == 8

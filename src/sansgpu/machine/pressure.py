@@ -16,6 +16,7 @@ MIN_FREE_BYTES = 256 << 20  # with less free memory the micro-batch is halved; a
 COMPILER_BYTES = 256 << 20  # additional reserve for compiling a new shape
 CHECK_SECONDS = 0.1  # minimum time between checks, which take a tenth of a millisecond
 TREND_SECONDS = 2.0  # window over which the memory growth of other processes is estimated
+LONGEST_TREND_SECONDS = 10.0  # growth is not extrapolated further, because programs that start soon stop growing
 
 
 class MemoryShortError(Exception):
@@ -79,7 +80,7 @@ class MemoryGuard:
         """Extrapolates how many bytes other processes will take until the next micro-batch."""
         (first, before), (last, now) = self._samples[0], self._samples[-1]
         # The median, because compilation or an evaluation may have come between two micro-batches.
-        seconds = median_low(self._passes) if len(self._passes) > 1 else 0.0
+        seconds = min(median_low(self._passes), LONGEST_TREND_SECONDS) if len(self._passes) > 1 else 0.0
         return max(0.0, (before - now) / max(last - first, CHECK_SECONDS)) * seconds
 
     def _relieve(self) -> None:
