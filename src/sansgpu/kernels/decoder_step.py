@@ -21,7 +21,7 @@ from sansgpu.kernels.c_functions import constants, structs
 from sansgpu.kernels.matmul import Integer, MatmulPrecision
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
-from sansgpu.machine.allocator import prefer_huge_pages
+from sansgpu.machine.allocator import memory_in_huge_pages
 from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
@@ -233,8 +233,8 @@ def step_of(
 ) -> DecoderStep | None:
     """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large.
 
-    If only those of quantized weights are too large, it dequantizes them in every step. With `may_fill_memory`, any
-    size is allowed.
+    If only the copies of quantized weights are too large, the step dequantizes these weights each time. With
+    `may_fill_memory`, any size is allowed.
     """
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):
@@ -261,8 +261,8 @@ class _PackedCodes:
     """Packed copies of quantized weights, one after another in the same memory, so that huge pages hold them."""
 
     def __init__(self, weights: Sequence[StepWeight]) -> None:
-        self._memory, self._used = torch.empty(self.bytes_of(weights), dtype=torch.uint8), 0
-        prefer_huge_pages(self._memory.data_ptr(), self._memory.nbytes)
+        memory = memory_in_huge_pages(self.bytes_of(weights))
+        self._memory, self._used = torch.frombuffer(memory, dtype=torch.uint8), 0
 
     @classmethod
     def bytes_of(cls, weights: Sequence[StepWeight]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from sansgpu.config import ConfigError
 
 VARIABLE = "SANSGPU_ALLOCATOR"  # environment variable with the value sansgpu or system
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
-_MADV_HUGEPAGE = 14  # from Linux's mman-common.h
 
 
 def keep_freed_memory() -> bool:
@@ -25,13 +26,14 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
-def prefer_huge_pages(address: int, size: int) -> None:
-    """Asks Linux to use huge pages for new memory, which is read up to 1.4 times as fast."""
-    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None
-    page = os.sysconf("SC_PAGESIZE") if advise is not None else 1
-    first = -(-address // page) * page
-    if advise is not None and address + size > first:
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), _MADV_HUGEPAGE)
+def memory_in_huge_pages(size: int) -> mmap.mmap:
+    """Returns new memory in huge pages, if the kernel has them, which are read up to 1.4 times as fast."""
+    # The kernel has separate settings for huge pages of shared memory, which are usually off.
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def keeps_system_allocator() -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sansgpu.events.progress import Warn
+from sansgpu.machine.allocator import memory_in_huge_pages
 from sansgpu.machine.probe import available_memory
 from sansgpu.models.formats.safetensors_file import GatherTensor, Tensors, bytes_of, unchanged
 from sansgpu.train.snapshots import Snapshot, prune, save_snapshot
@@ -127,11 +128,7 @@ class _Copy:
             offsets[name] = size
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="copy")
-        memory = mmap.mmap(-1, max(size, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._flat = torch.frombuffer(memory_in_huge_pages(size), dtype=torch.uint8)
         self._tensors = {
             name: self._flat[offsets[name] : offsets[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for name, tensor in tensors.items()
