@@ -8,6 +8,13 @@ from sansgpu.models.families import granitemoehybrid, llama, mamba2
 from sansgpu.models.family import TINY_GQA, LayerTypes, RowOrder, Settings, full_width_heads, rope_of
 
 _LAYER = "model.layers.{}"
+LATER_MODULES = {  # those after attention or Mamba 2
+    "norm": "model.final_layernorm",
+    "blocks.{}.feed_forward_norm": f"{_LAYER}.pre_ff_layernorm",
+    "blocks.{}.feed_forward.gate": f"{_LAYER}.feed_forward.gate_proj",
+    "blocks.{}.feed_forward.up": f"{_LAYER}.feed_forward.up_proj",
+    "blocks.{}.feed_forward.down": f"{_LAYER}.feed_forward.down_proj",
+}
 _KV_HEADS, _INNER = "{arch}.attention.head_count_kv", "{arch}.ssm.inner_size"
 
 
@@ -43,11 +50,7 @@ FAMILY = replace(
     model_class="BambaForCausalLM",
     modules={
         **{ours: theirs for ours, theirs in granitemoehybrid.FAMILY.modules.items() if "expert" not in ours},
-        "norm": "model.final_layernorm",
-        "blocks.{}.feed_forward_norm": f"{_LAYER}.pre_ff_layernorm",
-        "blocks.{}.feed_forward.gate": f"{_LAYER}.feed_forward.gate_proj",
-        "blocks.{}.feed_forward.up": f"{_LAYER}.feed_forward.up_proj",
-        "blocks.{}.feed_forward.down": f"{_LAYER}.feed_forward.down_proj",
+        **LATER_MODULES,
     },
     fixed={**granitemoehybrid.FAMILY.fixed, "mlp_bias": False},
     gguf_recognizes=lambda metadata: "granitehybrid.embedding_scale" not in metadata,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sansgpu.models.families import granitemoehybrid, mamba2, qwen3
+from sansgpu.models.families import bamba, granitemoehybrid, mamba2, qwen3
 from sansgpu.models.families.mamba import SQUEEZED
 from sansgpu.models.family import TENSOR_NAMES, TINY_HEAD_DIM, LayerTypes, Layout, Settings
 
@@ -79,11 +79,7 @@ FAMILY = replace(
     model_class="FalconH1ForCausalLM",
     modules={
         **{ours: name for ours, name in qwen3.FAMILY.modules.items() if not ours.endswith(("q_norm", "k_norm"))},
-        "norm": "model.final_layernorm",
-        "blocks.{}.feed_forward_norm": f"{_LAYER}.pre_ff_layernorm",
-        "blocks.{}.feed_forward.gate": f"{_LAYER}.feed_forward.gate_proj",
-        "blocks.{}.feed_forward.up": f"{_LAYER}.feed_forward.up_proj",
-        "blocks.{}.feed_forward.down": f"{_LAYER}.feed_forward.down_proj",
+        **bamba.LATER_MODULES,
         "blocks.{}.mixer.in": f"{_LAYER}.mamba.in_proj",
         "blocks.{}.mixer.convolution": f"{_LAYER}.mamba.conv1d",
         "blocks.{}.mixer.norm": f"{_LAYER}.mamba.norm",
