@@ -14,7 +14,7 @@ from tests.kernels.threads import assert_equal_on_all_threads
 RANDOM = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GROUP = 32  # values of a row that share a scale
 UNIT = 9 / 8 / 127  # largest unit of 8-bit integers, relative to the largest value of a group
-ROUNDING = 1e-5  # of sums in fp32
+ROUNDING = 1e-5  # largest rounding error of a sum in fp32, relative to the sum of magnitudes
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 

@@ -89,10 +89,10 @@ def adjacent_pairs(heads: int, head_dim: int, rotated: int) -> RowOrder:
 
 
 class Division(NamedTuple):
-    """A matrix that llama.cpp stores as several: the rows of the first module, then those of the next."""
+    """A matrix that llama.cpp stores as several: the rows of the first module, then the rows of the next module."""
 
     rows: Mapping[str, int]  # name of a module -> how many rows it has
-    order: RowOrder | None = None  # of the rows before they are divided; None: the same as in transformers
+    order: RowOrder | None = None  # applies to the rows before they are divided; None keeps transformers' order
 
 
 class Layout(NamedTuple):

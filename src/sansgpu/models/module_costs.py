@@ -168,12 +168,11 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
 def _attention_values(block: nn.Module) -> int:
     """Returns the values per token that the attention of a decoder's fused block saves; 0 without attention."""
     attention = next((m for m in block.modules() if type(m).__name__.endswith("Attention")), None)
-    matrices = [] if attention is None else list(_matrices(attention).values())
-    if not matrices:
+    if attention is None or not (matrices := list(_matrices(attention).values())):
         return 0
     *projections, out = matrices
     width, projected = int(out.shape[1]), sum(int(matrix.shape[0]) for matrix in projections)
-    normalizes = any(name.endswith("q_norm") for name, _ in attention.named_children()) if attention else False
+    normalizes = any(name.endswith("q_norm") for name, _ in attention.named_children())
     return projected + width + ((projected + width) // 2 if normalizes else 0)
 
 

@@ -59,7 +59,7 @@ def _sized(config: Config, vocabulary: int) -> Config:
 
 @dataclass(frozen=True)
 class ModelUse:
-    """What a pretrained model is loaded for: training, unless a field says otherwise."""
+    """Says what a pretrained model is loaded for, which is training unless a field says otherwise."""
 
     random: bool = False  # the weights are random instead of pretrained
     layers: int | None = None  # another number of layers, if the weights are random

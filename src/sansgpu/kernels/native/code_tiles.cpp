@@ -2,7 +2,7 @@
 //
 // A tile has panels of PANEL_OUTPUTS outputs. For each block of its format, a panel has the factors of all its outputs,
 // and for each group of 32 values their scales, their offsets and their codes, interleaved so that a vector has 4 codes
-// of each output. Codes of up to 4 bits are stored in 4 bits, others in signed bytes. Nothing is rounded: scales and
+// of each output. Codes of up to 4 bits are stored in 4 bits, and others in signed bytes. Nothing is rounded: scales and
 // offsets are stored as in the format, as fp16 numbers or as integers times fp16 factors.
 
 #include "code_tiles.h"
@@ -112,8 +112,8 @@ void pack_tile(const uint8_t* weight, int64_t N, int64_t terms, int64_t tile, ui
 // Precedes the integers of a group of a row, and has their scale and their sums.
 struct GroupHeader {
   float scale;
-  float sum, sums[2];     // the sum times the scale: of all, and of each half
-  int32_t totals[2];      // of each half
+  float sum, sums[2];     // the sum of all integers, and the sums of each half, times the scale
+  int32_t totals[2];      // the sums of the integers of each half
   int32_t unused[2];
 };
 
@@ -264,7 +264,7 @@ class PanelProduct {
     });
   }
 
-  // Adds the products with one word of codes of each output; those of 4 bits start at bit SHIFT of each byte.
+  // Adds the products with one word of codes of each output. Codes of 4 bits start at bit SHIFT of each byte.
   template <int SHIFT>
   static void add_words(Ints (&sums)[ROWS][PARTS][TOGETHER], const Ints (&loaded)[TOGETHER], const uint8_t* a,
                         int64_t ld) {

@@ -3,8 +3,8 @@
 //
 // The product of two matrices stays the same if their terms are multiplied by the same orthogonal matrix. Here it is a
 // Hadamard matrix for each piece of 256, 64 or 16 terms: it mixes the terms whose distance is a multiple of LINE, and
-// each four neighbors. Signs come first, so that a constant is spread, too: those of a bent function, whose transform is
-// flat. Ashkboos et al. (2024), arXiv 2404.00456, rotate trained models like this, and Xi et al. (2023), arXiv
+// each four neighbors. Terms are first multiplied by the signs of a bent function, whose transform is flat, so that a
+// constant is spread, too. Ashkboos et al. (2024), arXiv 2404.00456, rotate trained models like this, and Xi et al. (2023), arXiv
 // 2306.11987, the operands of training.
 #pragma once
 

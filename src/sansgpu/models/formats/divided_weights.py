@@ -24,7 +24,7 @@ Divisions = Mapping[str, Division]  # by module of transformers, with "{}" for t
 def divide(
     weights: Mapping[str, torch.Tensor | StoredTensor], divisions: Divisions, alternate: bool
 ) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
-    """Yields all weights; splits those of experts and of `divisions`, as in llama.cpp.
+    """Yields all weights, and splits the weights of experts and of `divisions` as llama.cpp does.
 
     `alternate` says that gates and values of experts alternate.
     """
