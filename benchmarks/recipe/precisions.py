@@ -19,10 +19,12 @@ from benchmarks import ours
 from benchmarks.contest import NoResultError, Row, print_table, say, spawn, write_json
 from benchmarks.corpus import PYTHON_STDLIB
 
-STEPS = "training.max_steps"
+STEPS, EVAL = "training.max_steps", "training.eval_batches"
 SIZES: dict[str, dict[str, object]] = {
     "1M": {"model.d_model": 128, "model.n_layers": 4, "model.n_heads": 2, "model.d_ff": 384, STEPS: 200},
     "3M": {"model.d_model": 256, "model.n_layers": 4, "model.n_heads": 4, "model.d_ff": 704, STEPS: 100},
+    "10M": {"model.d_model": 384, "model.n_layers": 5, "model.n_heads": 6, "model.d_ff": 1024, STEPS: 60, EVAL: 16},
+    "30M": {"model.d_model": 640, "model.n_layers": 6, "model.n_heads": 10, "model.d_ff": 1728, STEPS: 40, EVAL: 16},
 }
 COMMON: dict[str, object] = {
     "data.vocab_size": 2000,
@@ -35,7 +37,7 @@ COMMON: dict[str, object] = {
     "training.learning_rate": 0.004,
     "training.save_steps": 0,
     "training.eval_steps": 0,
-    "training.eval_batches": 64,
+    EVAL: 64,
     "training.logging_steps": 10,
     "training.sample_tokens": 0,
     "training.report_to": "none",

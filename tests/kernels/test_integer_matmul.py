@@ -216,6 +216,21 @@ def test_results_do_not_depend_on_the_threads(
 
 
 @each_integer
+def test_a_row_does_not_depend_on_the_number_of_rows(native_kernels: str, integer: Integer) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(140, 1100, generator=generator), torch.randn(1100, 150, generator=generator)
+
+    def product(rows: int) -> torch.Tensor:
+        out = torch.empty(rows, 150)
+        multiply(PRECISIONS[integer], Matmul(a[:rows], b, out))
+        return out
+
+    whole = product(140)
+    for rows in (*range(1, 20), 32, 45, 64, 100, 128):
+        assert torch.equal(product(rows), whole[:rows])
+
+
+@each_integer
 def test_a_layer_multiplies_integers_forward_and_backward(native_kernels: str, integer: Integer) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = Linear(96, 40)

@@ -176,8 +176,8 @@ class TrainingConfig(Section):
     precision: Precision = Field(
         "auto",
         description="precision of matrix products; int16: 16-bit integers in block floating point, only with sansgpu's "
-        "kernels; int8: 8-bit integers, with the output head in bf16 or int16, only with sansgpu's kernels; "
-        "auto: bf16 if the device supports it natively, otherwise int16, if it is faster than fp32",
+        "kernels; int8: 8-bit integers, only with sansgpu's kernels; auto: the fastest on this computer of fp32, int8 "
+        "where the processor has instructions for it, and bf16 where it has, otherwise int16",
     )
     use_amp: bool | None = Field(None, description="true: same as precision auto; false: same as precision fp32")
     compile: Switch = Field(

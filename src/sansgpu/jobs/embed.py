@@ -30,7 +30,7 @@ from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
 from sansgpu.kernels import library
-from sansgpu.kernels.roofline import is_faster, resolve_precision
+from sansgpu.kernels.roofline import int8_if_faster, resolve_precision
 from sansgpu.machine.cache_folder import private_cache
 from sansgpu.machine.private_folder import make_private
 from sansgpu.machine.probe import has_bf16_tensors
@@ -123,7 +123,7 @@ def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[T
     """Returns the model in int8 if precision is auto, int8 is faster, and the vectors of a sample of texts agree."""
     other, encode_texts = loaded.precision, loaded.task_class.encode_texts
     few = loaded.is_precision_chosen or len(texts) < LEAST_TEXTS
-    if few or not _multiplies(loaded) or not library.multiplies_int8() or not is_faster("int8", other, ours=True):
+    if few or not _multiplies(loaded) or int8_if_faster(other) != "int8":
         return loaded, None
     sample = texts[:: len(texts) // SAMPLE_TEXTS][:SAMPLE_TEXTS]
     expected, faster = encode_texts(loaded, sample, prompt=prompt), _in_precision(loaded, "int8")
@@ -146,7 +146,8 @@ def open_encoder(model: ModelRequest, warn: Warn, progress: ReportProgress) -> T
     """
     loaded = open_model(model, "embed", warn, progress)
     if not loaded.is_precision_chosen and _multiplies(loaded):
-        loaded = _in_precision(loaded, resolve_precision(TrainingConfig(), loaded.device, library.available()))
+        chosen = resolve_precision(TrainingConfig(), loaded.device, library.available(), takes_int8=False)
+        loaded = _in_precision(loaded, chosen)
     if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model)
     return loaded

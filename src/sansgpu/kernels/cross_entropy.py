@@ -16,7 +16,7 @@ from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.matmul import MatmulPrecision, is_native, matmul_into
+from sansgpu.kernels.matmul import Integer, Matmul, MatmulPrecision, is_native, multiply
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 PLAIN_ROWS = 256  # tokens per chunk in plain torch, which holds several tensors of the size of the logits
@@ -38,7 +38,7 @@ class LossOptions:
     label_smoothing: float = 0.0  # probability mass spread evenly over the vocabulary (arXiv 1512.00567)
     z_loss: float = 0.0  # coefficient of log(sum(exp(logits)))^2, which keeps logits from drifting (arXiv 2204.02311)
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0 disables it
-    integer: bool = False  # multiplies fp32 operands in MatmulPrecision.INT16, also in models that use INT8
+    integer: Integer | None = None  # multiplies integers, as MatmulPrecision.of says
 
 
 DEFAULT_LOSS_OPTIONS = LossOptions()
@@ -238,7 +238,7 @@ def plain_sums(
 class Chunk(NamedTuple):
     """Results of the kernel for some of the rows, named as in native/cross_entropy.cpp.
 
-    The gradient of a logit is its exponential times the row's share. For the target, it is `at_target` instead.
+    The gradient of a logit is its stored exponential times the row's share. For the target, it is `at_target` instead.
     """
 
     rows: slice
@@ -274,7 +274,8 @@ def native_chunks(
     `revise` may change a chunk, also in place, before the gradients are computed from it. Chunks store exponentials
     instead of logits, because rounding logits to bf16 would be the largest error of the losses.
     """
-    precision = MatmulPrecision.of(head.hidden.dtype, "int16" if options.integer and len(head.weight) > 1 else None)
+    # Packed exponentials need two places in a row.
+    precision = MatmulPrecision.of(head.hidden.dtype, options.integer if len(head.weight) > 1 else None)
     buffer = head.buffer()
     rows = max(1, CHUNK_ROWS if buffer is None else len(buffer))
     scaled = torch.empty_like(head.hidden[:rows])
@@ -310,7 +311,11 @@ def _add_gradients(
         rows = torch.mul(hidden, (shares * scales)[:, None], out=scaled)
         library.call("cross_entropy_weight", *hidden.shape, len(head.weight), exponentials, rows, add, head.weight_grad)
     else:
-        matmul_into(head.weight_grad, exponentials.T, torch.mul(hidden, shares[:, None], out=scaled), add)
+        if precision in (MatmulPrecision.INT8, MatmulPrecision.INT8_OF_BF16):  # where tokens share a scale
+            shares, exponents = torch.frexp(shares)
+            exponentials.mul_(torch.ldexp(torch.ones_like(shares), exponents)[:, None].to(exponentials.dtype))
+        rows = torch.mul(hidden, shares[:, None], out=scaled)
+        multiply(precision, Matmul(exponentials.T, rows, head.weight_grad, add=add))
     add_rows(head.weight_grad, head.targets[part], hidden, chunk.at_target)
 
 

@@ -134,10 +134,13 @@ def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, preci
     return Roofline(flops / seconds, head_flops / product_seconds(tokens, head, precision), bandwidth())
 
 
-def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool = False) -> str:
-    """Returns the precision of matmuls: `auto` becomes bf16 if the processor supports it, if timed products are faster.
+def resolve_precision(
+    training: TrainingConfig, device: torch.device, ours: bool = False, takes_int8: bool = True
+) -> str:
+    """Returns the precision of matmuls: `auto` becomes the fastest one that trains as well as fp32.
 
-    With `ours`, for models that use our kernels, it becomes int16 on a processor without bf16, on the same condition.
+    It is bf16 on a processor that supports it, if timed products are faster than in fp32. With `ours`, for models that
+    use our kernels, it is int16 on other processors, and, with `takes_int8`, int8 if that is faster still.
     """
     precision = training.precision
     if precision != "auto":
@@ -145,7 +148,13 @@ def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     narrow = "bf16" if has_native_bf16() else "int16" if ours else None
-    return narrow if narrow and is_faster(narrow, "fp32", ours) else "fp32"
+    best = narrow if narrow and is_faster(narrow, "fp32", ours) else "fp32"
+    return int8_if_faster(best) if ours and takes_int8 else best
+
+
+def int8_if_faster(precision: str) -> str:
+    """Returns int8 if this processor multiplies it faster than `precision`, otherwise `precision`."""
+    return "int8" if library.multiplies_int8() and is_faster("int8", precision, ours=True) else precision
 
 
 def is_faster(precision: str, other: str, ours: bool) -> bool:

@@ -28,7 +28,7 @@ from sansgpu.kernels.norm import LayerNorm, OffsetRMSNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.architectures import DecoderConfig
-from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty, multiplies_integers
+from sansgpu.models.modules import INIT_STD, Table, compile_blocks, integer_of_model, materialize_empty
 from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
 if TYPE_CHECKING:  # with kernels that other architectures do not need
@@ -272,7 +272,7 @@ class TransformerLM(nn.Module):
     ) -> torch.Tensor:
         """Returns the cross-entropy summed over targets (B, T) other than -100, without storing all logits at once."""
         hidden = self.hidden(inputs, positions, document_ids)
-        options = replace(options, integer=multiplies_integers(self))
+        options = replace(options, integer=integer_of_model(self))
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), options)
 
     def compile_blocks(self) -> None:

@@ -91,11 +91,6 @@ def integer_of_model(model: nn.Module) -> Integer | None:
     return next((module.integer for module in model.modules() if isinstance(module, Linear)), None)
 
 
-def multiplies_integers(model: nn.Module) -> bool:
-    """Returns whether a model multiplies integers."""
-    return integer_of_model(model) is not None
-
-
 def compile_blocks(model: nn.Module) -> None:
     """Compiles each repeated block of a model; the blocks share their graphs. Embedding and head stay eager.
 

@@ -16,7 +16,7 @@ from sansgpu.kernels.block_quantization import Matrix
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.log_probabilities import log_probabilities_and_hits
 from sansgpu.models.decoder import TransformerLM
-from sansgpu.models.modules import multiplies_integers
+from sansgpu.models.modules import integer_of_model
 from sansgpu.models.shared_prefixes import SharedPrefixes, common_length
 
 PASS_TOKENS = 2048  # tokens per forward pass, except for longer sequences: enough for full speed, with bounded memory
@@ -87,7 +87,7 @@ class Scorer:
             log_probabilities = torch.log_softmax(rows.float(), dim=1)
             found = log_probabilities.gather(1, targets[:, None])[:, 0]
             return found, log_probabilities.argmax(dim=1) == targets
-        options = LossOptions(softcap=self.softcap, integer=multiplies_integers(self.model))
+        options = LossOptions(softcap=self.softcap, integer=integer_of_model(self.model))
         return log_probabilities_and_hits(rows, self.head, targets, options)
 
 

@@ -5,8 +5,9 @@
 // exponential is stored as 0 and handled separately: if it is close to the sum of all exponentials, the loss and its
 // gradient are small differences that would be lost in rounding.
 //
-// With P = bfp16, matmuls are in block floating point. Then the stored exponentials become packed rows in their place,
-// each with a single scale, so that both gradients read half of the memory.
+// With P = bfp16, the stored exponentials become packed rows in their place, each with a single scale, so that both
+// gradients read half of the memory. With P = bfp8, the rotation of the terms keeps the sum of exponentials that are
+// smaller than a unit, which dithering does for bfp16.
 
 #include <atomic>
 #ifdef __AVX__
@@ -25,6 +26,10 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();
 // The shift is the target's logit plus this. If any logit exceeds its token's shift, all exponentials are recomputed
 // with larger shifts. Exponentials of logits far below the shift become 0.
 constexpr float MARGIN = 32.0f;
+
+// Exponentials are stored multiplied by this, about exp(MARGIN), so that they do not lose digits or become zero where
+// blocks of integers share a scale.
+constexpr float STORED_UNIT = 0x1p46f;
 
 struct Options {
   float smoothing, z_loss, softcap;  // softcap 0: no capping
@@ -50,8 +55,8 @@ const T* values_of(const Operand<T>& weight, int64_t row, int64_t start, int64_t
   return weight.at + row * weight.ld + start;
 }
 
-template <typename T>
-const T* values_of(const QuantizedRows<T>& weight, int64_t row, int64_t start, int64_t count, T* scratch) {
+template <typename V>
+const V* values_of(const QuantizedRows<V>& weight, int64_t row, int64_t start, int64_t count, V* scratch) {
   weight.decode(weight.at + row * weight.ld, weight.ld, 1, start, count, scratch, count);
   return scratch;
 }
@@ -119,6 +124,7 @@ struct Exponentials {
   }
 
   void store_exponentials(int64_t token, int64_t column, int64_t count, const float* logits, float* e) const {
+    for (int64_t j = 0; j < COLUMNS; ++j) e[j] *= STORED_UNIT;
     if (options.softcap != 0.0f)
       for (int64_t j = 0; j < count; ++j) e[j] *= options.slope(logits[j]);
     T* at = to + token * V + column;
@@ -148,8 +154,8 @@ struct HiddenGradient {
   T* to;  // (N, D)
 
   void operator()(int64_t token, int64_t column, int64_t count, float* sums) const {
-    alignas(64) T scratch[COLUMNS];
-    const T* row = values_of(head.weight, head.targets[token], column, count, scratch);
+    alignas(64) typename Weight::Value scratch[COLUMNS];
+    const auto row = values_of(head.weight, head.targets[token], column, count, scratch);
     const float share = shares[token], own = at_target[token];
     for (int64_t j = 0; j < count; ++j) sums[j] = share * sums[j] + own * load(row + j);
     store_row(to + token * head.D + column, sums, count);
@@ -158,7 +164,7 @@ struct HiddenGradient {
 
 struct Results {
   float* losses;     // (N,), without the label smoothing term that is equal for all tokens
-  float* shares;     // (N,): factor from exponentials to gradients of the logits
+  float* shares;     // (N,): factor from stored exponentials to gradients of the logits
   float* at_target;  // (N,): gradient of the target's logit
 };
 
@@ -167,9 +173,10 @@ template <typename T, typename Weight, typename Use>
 void each_logit(int64_t N, int64_t D, int64_t K, const T* hidden, const Weight& weight, const int64_t* places,
                 const Options& options, const Use& use) {
   each_tokens(N, [&](int64_t first, int64_t end) {
-    Buffer<T> scratch(D);
+    Buffer<typename Weight::Value> scratch(D);
     for (int64_t i = first * K; i < end * K; ++i) {
-      const T *h = hidden + i / K * D, *w = values_of<T>(weight, places[i], 0, D, scratch);
+      const T* h = hidden + i / K * D;
+      const auto w = values_of(weight, places[i], 0, D, static_cast<typename Weight::Value*>(scratch));
       use(i, options.capped(sum_of(D, [&](int64_t d) { return load(h + d) * load(w + d); })));
     }
   });
@@ -209,7 +216,7 @@ void compute_results(int64_t N, int64_t tiles, const float* sums, const Tokens& 
       const float loss = rest < own ? std::log1p(rest / own) : std::log(total) + tokens.shifts[i] - logit;
       const float lse = logit + loss, z = 2.0f * options.z_loss * lse;
       results.losses[i] = loss + options.smoothing * logit + options.z_loss * lse * lse;
-      results.shares[i] = (1.0f + z) / total;
+      results.shares[i] = (1.0f + z) / total * (1.0f / STORED_UNIT);
       results.at_target[i] = (options.smoothing + z * own / total - rest / total) * options.slope(logit);
     }
   });
@@ -231,19 +238,23 @@ void compute_losses(const Head<T, Weight>& head, const Options& options, T* expo
   compute_results(head.N, tiles, sums, tokens, options, results);
 }
 
-template <typename P>
-Operand<P> exponentials_of(const void* at, int64_t V) {
-  constexpr int64_t PLACES = std::is_same_v<P, bfp16> ? sizeof(float) / sizeof(bfp16) : 1;  // in place of a value
-  return {static_cast<const P*>(at), V * PLACES, false};
+// Exponentials (N, V) that are packed in their place.
+Operand<bfp16> packed_exponentials(const void* at, int64_t V) {
+  return {static_cast<const bfp16*>(at), V * int64_t{sizeof(float) / sizeof(bfp16)}, false};
 }
 
 template <typename P, typename T, typename Weight>
 void compute_hidden_gradient(const Head<T, Weight>& head, const void* exponentials, const float* shares,
                              const float* at_target, T* to) {
-  using Finish = HiddenGradient<T, Weight>;
-  const Product<P, Weight> product{head.N,      head.D,  head.V, exponentials_of<P>(exponentials, head.V),
-                                   head.weight, nullptr, false,  nullptr};
-  Multiplication<P, Finish, Weight>(product, Finish{head, shares, at_target, to}).run();
+  const HiddenGradient<T, Weight> finish{head, shares, at_target, to};
+  const auto multiply = [&]<typename E>(const Operand<E>& e) {
+    const Product<E, Weight> product{head.N, head.D, head.V, e, head.weight, nullptr, false, nullptr};
+    Multiplication<E, HiddenGradient<T, Weight>, Weight, P>(product, finish).run();
+  };
+  if constexpr (std::is_same_v<P, bfp16>)
+    multiply(packed_exponentials(exponentials, head.V));
+  else
+    multiply(Operand<T>{static_cast<const T*>(exponentials), head.V, false});
 }
 
 // A number from 0 to 1 for each position. Those of consecutive positions are evenly distributed.
@@ -273,16 +284,14 @@ float pack_row(int64_t V, uint32_t row, const float* from, bfp16* to) {
 }
 
 // Calls compute(weight, to, P()) with typed arguments. The weight (., D) is in a block format or NOT_QUANTIZED, `to`
-// points to bf16 values with BF16 and to fp32 values otherwise, like all other tensors, and P is the type to which
-// matmuls pack their operands.
+// points to bf16 values with BF16 and INT8_OF_BF16 and to fp32 values otherwise, like all other tensors, and P is the type
+// to which matmuls pack their operands.
 template <typename F>
 void with_weight(int64_t precision, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
-  const auto call_with = [&]<typename T, typename P>(T* typed, P numbers) {
-    with_matrix<T>(format, weight, D, [&](const auto& matrix) { compute(matrix, typed, numbers); });
-  };
-  precision == BF16    ? call_with(static_cast<bf16*>(to), bf16())
-  : precision == INT16 ? call_with(static_cast<float*>(to), bfp16())
-                       : call_with(static_cast<float*>(to), float());
+  with_precision(precision, [&]<typename T, typename P>(T, P packed) {
+    with_matrix<T, Dequantized<T, P>>(format, weight, D,
+                                      [&](const auto& matrix) { compute(matrix, static_cast<T*>(to), packed); });
+  });
 }
 
 }  // namespace
@@ -341,7 +350,7 @@ SANSGPU_KERNEL void cross_entropy_hidden(int64_t precision, int64_t format, int6
 SANSGPU_KERNEL void cross_entropy_weight(int64_t N, int64_t D, int64_t V, const void* exponentials, const float* rows,
                                          int64_t add, float* to) {
   const Product<bfp16, Operand<float>> product{
-      V, D, N, exponentials_of<bfp16>(exponentials, V).turned(), {rows, D, false}, to, add != 0, nullptr};
+      V, D, N, packed_exponentials(exponentials, V).turned(), {rows, D, false}, to, add != 0, nullptr};
   const auto ignore = [](int64_t, int64_t, int64_t, const float*) {};
   Multiplication<bfp16, decltype(ignore), Operand<float>>(product, ignore).run();
 }

@@ -11,6 +11,7 @@ namespace sansgpu {
 // between rows in memory).
 template <typename T>
 struct Operand {
+  using Value = T;
   const T* at;
   int64_t ld;
   bool transposed;

@@ -1,8 +1,8 @@
-// The matmuls of product.h, with the fastest instructions for each dtype.
+// The matmuls of product.h for fp32 and bf16, with the fastest instructions.
 
 #include "product.h"
 
-#include "product_mantissas.h"
+#include "product_vectors.h"
 #if defined(__AMX_BF16__) || defined(SANSGPU_EMULATE_AMX)
 #define SANSGPU_AMX
 #include "product_tiles.h"
@@ -27,18 +27,6 @@ void product(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const 
     multiply_words(M, N, K / 2, A, lda, pairs, ldb, C, ldc, add);
   else
     multiply_widened(M, N, K, A, lda, pairs, ldb, C, ldc, add);
-}
-
-template <>
-void product(int64_t M, int64_t N, int64_t K, const bfp16* A, int64_t lda, const bfp16* B, int64_t ldb, float* C,
-             int64_t ldc, bool add) {
-  multiply_block_floats(M, N, K, A, lda, B, ldb, C, ldc, add);
-}
-
-template <>
-void product(int64_t M, int64_t N, int64_t K, const bfp8* A, int64_t lda, const bfp8* B, int64_t ldb, float* C,
-             int64_t ldc, bool add) {
-  multiply_block_floats(M, N, K, A, lda, B, ldb, C, ldc, add);
 }
 
 void end_products() {

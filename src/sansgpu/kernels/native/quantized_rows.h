@@ -46,6 +46,7 @@ constexpr int64_t ROWS_AT_ONCE = 4;
 // A submatrix of a quantized matrix W (O, I) or of its transpose. `ld` is the bytes of a row.
 template <typename T>
 struct QuantizedRows {
+  using Value = T;
   using Decode = void (*)(const uint8_t*, int64_t, int64_t, int64_t, int64_t, T*, int64_t);
   using Multiply = void (*)(const float*, int64_t, const uint8_t*, float*, int64_t);
   const uint8_t* at;

@@ -19,7 +19,7 @@ from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.pretrained import Head
 from sansgpu.models.huggingface.probes import head_is_plain
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
-from sansgpu.models.modules import multiplies_integers
+from sansgpu.models.modules import integer_of_model
 from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.scoring import Scorer
 from sansgpu.models.shared_prefixes import SharedPrefixes
@@ -116,7 +116,7 @@ def student_loss(
     """Computes `linear_mixed_loss` of a transformers model, and returns the same: () and (2,)."""
     states, head = model.head_inputs(tokens, lengths), model.head
     if head is not None:
-        options = LossOptions(z_loss=z_loss, softcap=model.softcap, integer=multiplies_integers(model.model))
+        options = LossOptions(z_loss=z_loss, softcap=model.softcap, integer=integer_of_model(model.model))
         return linear_mixed_loss(states, matrix_of(head), targets, soft, options)
     valid = targets != IGNORED_LABEL
     return mixed_loss_of_logits(states[valid], targets[valid], soft.rows(valid), z_loss)

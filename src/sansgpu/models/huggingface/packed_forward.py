@@ -52,7 +52,7 @@ from sansgpu.models.huggingface.probes import (
 )
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.kept_states import KeptStates
-from sansgpu.models.modules import multiplies_integers
+from sansgpu.models.modules import integer_of_model
 from sansgpu.models.packed_masks import KeyRanges, PackedMask, SequenceStarts, TokenPositions, stand_in_mask
 from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.recurrent_layers import STARTS
@@ -233,7 +233,7 @@ class UnpaddedModel:
         options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy of a causal model, summed over targets (N,) other than -100: ()."""
-        options = replace(options, softcap=self.softcap, integer=multiplies_integers(self.model))
+        options = replace(options, softcap=self.softcap, integer=integer_of_model(self.model))
         states, head = self.head_inputs(tokens, lengths), self.head
         if head is not None:
             return linear_cross_entropy(states, matrix_of(head), targets, options)

@@ -11,7 +11,7 @@ from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, linear_cross_entropy_and_hits
 from sansgpu.kernels.embedding import embed
-from sansgpu.models.modules import multiplies_integers
+from sansgpu.models.modules import integer_of_model
 from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NameBags
@@ -45,7 +45,7 @@ class GraphObjective:
 
     @property
     def _loss_options(self) -> LossOptions:
-        return LossOptions(integer=multiplies_integers(self.model))
+        return LossOptions(integer=integer_of_model(self.model))
 
     def entity_vectors(self) -> torch.Tensor:
         """Returns the vectors of all entities, (E, D) fp32."""

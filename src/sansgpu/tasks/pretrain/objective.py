@@ -15,7 +15,7 @@ from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
 from sansgpu.models.architectures import DecoderConfig
-from sansgpu.models.modules import multiplies_integers
+from sansgpu.models.modules import integer_of_model
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
 from sansgpu.tasks.task import Sums
@@ -36,7 +36,7 @@ class PretrainObjective(ObjectiveBase):
         If tokens are selected, it is their mean loss times the number of targets of `batch`.
         """
         hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
-        head, options = self.model.head_matrix, replace(self._loss_options, integer=multiplies_integers(self.model))
+        head, options = self.model.head_matrix, replace(self._loss_options, integer=integer_of_model(self.model))
         targets, factor = self._student.select(hidden, head, batch)
         if (soft := self._student.soft_targets(batch)) is None:
             return factor * linear_cross_entropy(hidden, head, targets, options)
