@@ -219,6 +219,8 @@ def test_results_do_not_depend_on_the_threads(
 def test_a_row_does_not_depend_on_the_number_of_rows(native_kernels: str, integer: Integer) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(140, 1100, generator=generator), torch.randn(1100, 150, generator=generator)
+    shared = 3 * torch.randn(1100, generator=generator)  # makes the sums so large that their products are rounded
+    a, b = a + shared, b + shared[:, None]
 
     def product(rows: int) -> torch.Tensor:
         out = torch.empty(rows, 150)
