@@ -157,8 +157,8 @@ TemplateVariableOption = Annotated[
 PrecisionOption = Annotated[
     Any,
     precision_option(
-        "as in training; for models that are not runs, int8 if that is faster on this machine, otherwise fp32; fp32 for "
-        "runs in bf16 without bf16 here."
+        "as in training, but fp32 for runs in bf16 without bf16 here; for models that are not runs, int8 if that is "
+        "faster on this machine, otherwise fp32."
     ),
 ]
 GenerationPrecisionOption = Annotated[Any, precision_option("bf16 if this machine multiplies it, otherwise fp32.")]

@@ -1,7 +1,10 @@
-"""A decoder's forward pass for one new token in each of several sequences, in a single call of C++.
+"""A decoder's forward pass for new tokens of several sequences, in a single call of C++.
 
 If Python called each kernel of a generation step, the calls would take longer than the computation of a small model.
-B sequences, D width, H query heads, K key-value heads, d head dim, F inner width, V vocabulary, S tokens of a cache.
+The keys, values and logits of a token are the same to the last bit, whichever other tokens a call computes.
+
+N new tokens, L of which get logits, D width, H query heads, K key-value heads, d head dim, F inner width, V vocabulary,
+S tokens of a cache.
 """
 
 from __future__ import annotations
@@ -153,29 +156,41 @@ class DecoderStep:
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        positions: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor],
         caches: Sequence[PackedCache],
+        chosen: torch.Tensor,
     ) -> torch.Tensor:
-        """Adds a token to each sequence; returns the logits (B, V) of the next tokens.
+        """Adds tokens to sequences; returns the logits (L, V) of the tokens that follow the `chosen` ones (L,).
 
-        x (B, D) are the tokens' embeddings, cos and sin (B, d) their rotary angles, and `positions` (B,) int64 their
-        positions in the caches.
+        x (N, D) are the tokens' embeddings, cos and sin (N, d) their rotary angles, and `places` their slots and their
+        positions in the caches, each (N,) int64. The tokens of a sequence follow each other. `chosen` are ascending
+        indices of tokens.
         """
+        slots, positions = (place.contiguous() for place in places)
         count, capacity = len(positions), caches[0].length
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
-        if int(positions.max()) >= capacity or x.shape[1] != self._sizes["D"] or cos.shape[1] != self._sizes["d"]:
+        fits = int(positions.max()) < capacity and int(slots.max()) < caches[0].slots
+        if not fits or x.shape[1] != self._sizes["D"] or cos.shape[1] != self._sizes["d"]:
             raise ValueError(
-                f"a decoding step of shape {tuple(x.shape)} does not fit key-value caches of {capacity} tokens."
+                f"a decoding step of shape {tuple(x.shape)} does not fit key-value caches with {caches[0].slots} slots "
+                f"of {capacity} tokens."
             )
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.keys, layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
-        sizes = structs()["StepSizes"](B=count, S=capacity, layers=len(self._layers), parts=self._parts, **self._sizes)
-        logits = torch.empty(count, self._vocabulary, dtype=self._dtype)
+        sizes = structs()["StepSizes"](
+            N=count, L=len(chosen), S=capacity, layers=len(self._layers), parts=self._parts, **self._sizes
+        )
+        logits = torch.empty(len(chosen), self._vocabulary, dtype=self._dtype)
         library.call(
             "decoder_step", self._dtype == torch.bfloat16, sizes, self._last_norm.eps, self._layers,
-            self._last_norm.weight, self._head, x, cos, sin, positions.contiguous(), logits,
+            self._last_norm.weight, self._head, x, cos, sin, slots, positions, chosen, logits,
         )  # fmt: skip
         return logits
+
+    def new_caches(self, slots: int, length: int) -> list[PackedCache]:
+        """Returns a key-value cache for each layer, with `slots` sequences of up to `length` tokens."""
+        heads, dim = self._sizes["K"], self._sizes["d"]
+        return [PackedCache(slots, length, heads, dim, self._dtype) for _ in self._layers]
 
     def _layer(self, layer: StepLayer) -> Any:
         """Returns the struct StepLayer of native.h, without the caches."""

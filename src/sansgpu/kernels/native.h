@@ -241,7 +241,7 @@ SANSGPU_CONSTANT(INT8_TILES, -2);   // the format of weights that are packed as 
 // `parts` is the number of 8-bit integers, 1 or 2, that represent a value which is multiplied with
 // weights in INT8_TILES or CODE_TILES.
 struct StepSizes {
-  int64_t B, D, H, K, d, F, S, layers, parts;
+  int64_t N, L, D, H, K, d, F, S, layers, parts;
 };
 // A linear layer with a weight matrix (N, terms): y = x W^T + bias. Packed matrices consist of tiles of STEP_TILE
 // outputs.
@@ -264,13 +264,11 @@ struct StepLayer {
   void* keys;  // packed KV caches (slots, K)
   void* values;
 };
-SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
-    const int64_t* positions, const void* keys, const void* values, void* to_keys, void* to_values);
 SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int64_t N, int64_t terms, void* to);
 SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms);
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, double eps,
     const struct StepLayer* layers, const float* last_norm, const struct StepWeight* head, float* x, const float* cos,
-    const float* sin, const int64_t* positions, void* logits);
+    const float* sin, const int64_t* slots, const int64_t* positions, const int64_t* chosen, void* logits);
 
 // native/newton_schulz.cpp
 SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,

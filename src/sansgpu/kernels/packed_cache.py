@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import constants
 
 BLOCK = constants()["CACHE_BLOCK"]  # tokens
@@ -49,16 +48,19 @@ class PlainCache:
 
 
 class PackedCache:
-    """Keys and values of one layer, with the interface of `PlainCache`.
+    """Keys and values of one layer, which a DecoderStep stores and reads.
 
     Keys and values are each (B, K, S / BLOCK, BLOCK * d), with S rounded up to a multiple of BLOCK. A short sequence
     uses only the first blocks.
     """
 
     def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-        self._word = 2 if dtype == torch.bfloat16 else 1  # C++ multiplies pairs of bf16
         shape = (slots, heads, -(-length // BLOCK), BLOCK * dim)
         self.keys, self.values = (torch.empty(shape, dtype=dtype) for _ in "kv")
+
+    @property
+    def slots(self) -> int:
+        return len(self.keys)
 
     @property
     def length(self) -> int:
@@ -68,27 +70,6 @@ class PackedCache:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
-
-    def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores keys and values (N, K, d), the tokens of each sequence in order, at `positions` (N,) of `slots` (N,).
-
-        Raises ValueError if a slot or a position is outside the cache.
-        """
-        if int(slots.max()) >= len(self.keys) or int(positions.max()) >= self.length:
-            raise ValueError(
-                f"the tokens do not fit a key-value cache with {len(self.keys)} slots of {self.length} tokens."
-            )
-        narrow, (count, heads, dim) = self._word == 2, keys.shape
-        places = slots.contiguous(), positions.contiguous()
-        new = (states.to(self.keys.dtype).contiguous() for states in (keys, values))
-        library.call("store_tokens", narrow, count, heads, self.length, dim, *places, *new, self.keys, self.values)
-
-    def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a copy of the keys and values (B, K, count, d) of some slots."""
-        word, blocks = self._word, -(-count // BLOCK)
-        keys = self.keys[slots, :, :blocks].unflatten(-1, (-1, BLOCK, word)).permute(0, 1, 2, 4, 3, 5)
-        values = self.values[slots, :, :blocks].unflatten(-1, (BLOCK // word, -1, word)).transpose(-2, -1)
-        return keys.flatten(4).flatten(2, 3)[:, :, :count], values.flatten(2, 4)[:, :, :count]
 
     def move(self, to: int, slot: int, count: int) -> None:
         """Copies the blocks with the first `count` tokens of `slot` to the slot `to`."""

@@ -102,6 +102,22 @@ def test_the_logits_are_those_without_a_cache(kind: str) -> None:
     both("add", [prompt(40), prompt(40), prompt(40)])
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_decoder_step_reads_a_prompt_at_once_or_token_by_token_alike(narrow: bool) -> None:
+    model = model_of("modern").eval()
+    model = model.bfloat16() if narrow else model
+    fused = decoder_step(model)
+    assert fused is not None
+    at_once, in_parts = (DecoderSlots(model, SLOTS, LENGTH, fused) for _ in range(2))
+    whole, other = prompt(1, 30), [7, 8, 9]
+    expected = at_once.add([whole, other])
+    found = in_parts.add([whole[:70], other])
+    for token in whole[70:]:
+        found = in_parts.step([token, 3])
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(in_parts.add([whole])[0], expected[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_a_batch_share_their_beginnings(kind: str) -> None:
     opened = readers(kind)

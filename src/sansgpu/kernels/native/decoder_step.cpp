@@ -1,11 +1,14 @@
-// One decoding step: computes a new token of each of several sequences through all layers of a decoder.
+// One decoding step: computes new tokens of several sequences through all layers of a decoder.
 // kernels/decoder_step.py describes the layout.
 //
-// B sequences, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V vocabulary, S tokens per
+// N new tokens, of which L get logits, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V vocabulary, S tokens per
 // KV cache. Plain weights are packed once, because packing them in every step would take a third of the time of its
 // matmuls. Packed weights may be integers of 8 bits (block floats) or the codes of quantized weights (code_tiles.h).
 // Quantized weights that are not packed, because memory would not hold the copy, are dequantized in every step. Each
 // value is computed in the same order for any number of rows and threads.
+
+#include <algorithm>
+#include <vector>
 
 #include "attention.h"
 #include "code_tiles.h"
@@ -20,30 +23,46 @@ namespace {
 
 constexpr int64_t TILE = STEP_TILE;
 constexpr int64_t WIDENED = 512;    // terms of a quantized tile that are dequantized at once
+constexpr int64_t MOST_TOKENS_OF_RUN = 8;  // of a sequence, whose attention a thread computes together
+constexpr int64_t MOST_ROWS_OF_PART = 128;  // more rows would not stay in the L2 cache
 constexpr int64_t LEAST_ROWS = 32;  // rows are split only above this number, if there are too few tiles
 constexpr int64_t TOGETHER = std::extent_v<decltype(StepLayer::qkv)>;  // maximum weights in one parallel region
 static_assert(TILE % PANEL<float> == 0 && TILE % PANEL<bf16> == 0, "the panels of a tile are whole");
 static_assert(WIDENED % GROUP == 0, "quantized values are widened in groups");
 static_assert(std::extent_v<decltype(StepLayer::gate_up)> <= TOGETHER, "no call multiplies more weights");
 
+// Tokens that follow each other in a sequence.
+struct Run {
+  int64_t first, count;
+};
+
 template <typename T>
 class Step {
  public:
-  Step(const StepSizes& sizes, double eps, float* x, const float* cos, const float* sin, const int64_t* positions)
+  Step(const StepSizes& sizes, double eps, float* x, const float* cos, const float* sin, const int64_t* slots,
+       const int64_t* positions)
       : s_(sizes),
+        rows_(sizes.N),
         options_(eps, 0),
         x_(x),
         cos_(cos),
         sin_(sin),
+        slots_(slots),
         positions_(positions),
         width_((s_.H + 2 * s_.K) * s_.d),
-        normed_(s_.B * s_.D),
-        branch_(s_.B * s_.D),
-        qkv_(s_.B * width_),
-        attended_(s_.B * s_.H * s_.d),
-        activated_(s_.B * s_.F) {}
+        normed_(s_.N * s_.D),
+        branch_(s_.N * s_.D),
+        qkv_(s_.N * width_),
+        attended_(s_.N * s_.H * s_.d),
+        activated_(s_.N * s_.F) {
+    for (int64_t n = 0; n < s_.N; ++n)
+      if (n > 0 && slots[n] == slots[n - 1] && runs_.back().count < MOST_TOKENS_OF_RUN)
+        ++runs_.back().count;
+      else
+        runs_.push_back({n, 1});
+  }
 
-  void run(const StepLayer* layers, const float* last_norm, const StepWeight& head, T* logits) {
+  void run(const StepLayer* layers, const float* last_norm, const StepWeight& head, const int64_t* chosen, T* logits) {
     for (const StepLayer* layer = layers; layer < layers + s_.layers; ++layer) {
       add_and_normalize(layer->norm, layer > layers);
       multiply(normed_, s_.D, layer->qkv, TOGETHER, qkv_);
@@ -54,13 +73,16 @@ class Step {
       multiply(activated_, s_.F, &layer->down, 1, branch_);
     }
     add_and_normalize(last_norm, true);
+    for (int64_t i = 0; i < s_.L; ++i)
+      if (chosen[i] > i) std::copy_n(normed_ + chosen[i] * s_.D, s_.D, normed_ + i * s_.D);
+    rows_ = s_.L;
     multiply(normed_, s_.D, &head, 1, logits);
   }
 
  private:
   // Adds the branch to the residual stream if `add`, and normalizes the sum.
   void add_and_normalize(const float* weight, bool add) {
-    parallel_units(s_.B, [&](Units& units) {
+    parallel_units(rows_, [&](Units& units) {
       Buffer<float> normed(s_.D);
       for (int64_t row; units.draw(row);) {
         float* x = x_ + row * s_.D;
@@ -83,14 +105,14 @@ class Step {
   // Calls work(tile, first row, rows, space) for each of `tiles` tiles and each part of the rows.
   template <typename F>
   void each_part(int64_t tiles, const F& work) {
-    int64_t rows = s_.B;
-    while (rows > LEAST_ROWS && tiles * divide_up(s_.B, rows) < 4 * omp_get_max_threads()) rows = divide_up(rows, 2);
-    const int64_t parts = divide_up(s_.B, rows);
+    int64_t rows = std::min(rows_, MOST_ROWS_OF_PART);
+    while (rows > LEAST_ROWS && tiles * divide_up(rows_, rows) < 4 * omp_get_max_threads()) rows = divide_up(rows, 2);
+    const int64_t parts = divide_up(rows_, rows);
     parallel_units(tiles * parts, [&](Units& units) {
       Space space(rows);
       for (int64_t unit; units.draw(unit);) {
         const int64_t first = unit % parts * rows;
-        work(unit / parts, first, std::min(rows, s_.B - first), space);
+        work(unit / parts, first, std::min(rows, rows_ - first), space);
       }
     });
   }
@@ -99,7 +121,8 @@ class Step {
   struct LowRank {
     int64_t ld = 0;
     Buffer<T> values;
-    LowRank(int64_t B, const StepWeight* weights, int64_t count) : ld(total(weights, count)), values(B * ld + 1) {}
+    LowRank(int64_t rows, const StepWeight* weights, int64_t count)
+        : ld(total(weights, count)), values(rows * ld + 1) {}
 
     static int64_t total(const StepWeight* weights, int64_t count) {
       int64_t rank = 0;
@@ -109,7 +132,7 @@ class Step {
   };
 
   LowRank low_rank(const T* a, int64_t terms, const StepWeight* weights, int64_t count) {
-    LowRank low(s_.B, weights, count);
+    LowRank low(rows_, weights, count);
     StepWeight firsts[TOGETHER];
     for (int64_t i = 0; i < count; ++i)
       firsts[i] = {weights[i].first, NOT_QUANTIZED, weights[i].rank, nullptr, 0, nullptr, nullptr};
@@ -117,7 +140,7 @@ class Step {
     return low;
   }
 
-  // The input (B, terms) of weights, and its rows as the integers that are multiplied with packed weights: as block
+  // The input (rows, terms) of weights, and its rows as the integers that are multiplied with packed weights: as block
   // floats, for INT8_TILES, or as in code_tiles.h. With two parts, another row follows each row of block floats: its
   // rounding errors.
   struct Rows {
@@ -126,19 +149,19 @@ class Step {
     Buffer<bfp8> packed;
     Buffer<uint8_t> integers;
 
-    Rows(const T* values, const StepSizes& sizes, int64_t terms, const StepWeight* weights, int64_t count)
+    Rows(const T* values, int64_t rows, int64_t parts, int64_t terms, const StepWeight* weights, int64_t count)
         : values(values),
           terms(terms),
           ld(padded<bfp8>(terms)),
-          parts(sizes.parts),
-          packed(is_packed(weights, count) ? sizes.B * parts * ld : 1),
-          integers(has_codes(weights, count) ? sizes.B * integer_bytes() : 1) {
+          parts(parts),
+          packed(is_packed(weights, count) ? rows * parts * ld : 1),
+          integers(has_codes(weights, count) ? rows * integer_bytes() : 1) {
       if (has_codes(weights, count))
-        each_few(sizes.B, [&](int64_t row) {
+        each_few(rows, [&](int64_t row) {
           pack_integer_row(parts, values + row * terms, terms, integers + row * integer_bytes());
         });
       if (!is_packed(weights, count)) return;
-      each_few(sizes.B, [&](int64_t row) {
+      each_few(rows, [&](int64_t row) {
         Buffer<float> rest(terms);
         for (int64_t i = 0; i < terms; ++i) rest[i] = load(values + row * terms + i);
         rotate_row(rest, terms);
@@ -172,13 +195,13 @@ class Step {
     }
   };
 
-  // Multiplies a (B, terms) with `count` weights. Stores their outputs side by side in `to` (B, outputs of all
+  // Multiplies a (rows, terms) with `count` weights. Stores their outputs side by side in `to` (rows, outputs of all
   // weights).
   void multiply(const T* a, int64_t terms, const StepWeight* weights, int64_t count, T* to) {
     const LowRank low = LowRank::total(weights, count) > 0 ? low_rank(a, terms, weights, count) : LowRank(0, weights, 0);
     int64_t ld = 0, tiles = 0;
     for (int64_t i = 0; i < count; ++i) ld += weights[i].N, tiles += divide_up(weights[i].N, TILE);
-    const Rows inputs(a, s_, terms, weights, count);
+    const Rows inputs(a, rows_, s_.parts, terms, weights, count);
     each_part(tiles, [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       const StepWeight* weight = weights;
       int64_t column = 0, rank = 0;
@@ -248,7 +271,7 @@ class Step {
   // Computes silu(gate) * up. Rounds gate and up as the output of a linear layer first.
   void activate(const StepWeight* gate_up) {
     const LowRank low = low_rank(normed_, s_.D, gate_up, 2);
-    const Rows inputs(normed_, s_, s_.D, gate_up, 2);
+    const Rows inputs(normed_, rows_, s_.parts, s_.D, gate_up, 2);
     each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       float *gate = space.sums, *up = gate + rows * TILE;
       for (int64_t i = 0; i < 2; ++i) {
@@ -270,44 +293,74 @@ class Step {
     });
   }
 
-  // Stores the new keys and values, and computes attention over the cache of each sequence.
+  // Stores the new keys and values, and computes attention over the caches.
   void attend(const StepLayer& layer) {
-    const int64_t group = s_.H / s_.K, d = s_.d;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
-    parallel_units(s_.B * s_.K, [&](Units& units) {
-      Buffer<T> q(group * d), key(d), weights(group * s_.S);
-      Buffer<float> scores(group * s_.S), sums(group * d), scratch(2 * d), inverse(group);
-      for (int64_t unit; units.draw(unit);) {
-        const int64_t b = unit / s_.K, kv = unit % s_.K, count = positions_[b] + 1;
-        const int64_t blocks = divide_up(count, CACHE_BLOCK), width = blocks * CACHE_BLOCK;
-        const PackedCache<T> cache(layer.keys, layer.values, unit, s_.S, d);
-        const T *row = qkv_ + b * width_, *new_key = row + s_.H * d + kv * d, *new_value = new_key + s_.K * d;
-        for (int64_t g = 0; g < group; ++g)
-          rotated(row + (kv * group + g) * d, layer.q_norm, b, scratch, q + g * d);
-        rotated(new_key, layer.k_norm, b, scratch, key);
-        cache.store(count - 1, key, new_value);
-        for (int64_t block = 0; block < blocks; ++block)
-          product<T>(group, CACHE_BLOCK, d, q, d, cache.key_block(block), CACHE_BLOCK, scores + block * CACHE_BLOCK,
-                     width, false);
-        for (int64_t g = 0; g < group; ++g)
-          inverse[g] = 1.0f / softmax<T>(scores + g * width, weights + g * width, 0, count, width, scale * LOG2E).second;
-        product<T>(group, d, round_up(count, LANES), weights, width, cache.values, d, sums, d, false);
-        for (int64_t g = 0; g < group; ++g) {
-          for (int64_t i = 0; i < d; ++i) sums[g * d + i] *= inverse[g];
-          store_row(attended_ + (b * s_.H + kv * group + g) * d, sums + g * d, d);
-        }
-      }
+    if (runs_.size() < static_cast<size_t>(s_.N))  // tokens attend to others of this step
+      parallel_each(s_.K, [&](int64_t kv) {
+        for (int64_t n = 0; n < s_.N; ++n) store_token(layer, n, kv);
+      });
+    const int64_t rows = MOST_TOKENS_OF_RUN * s_.H / s_.K, longest = *std::max_element(positions_, positions_ + s_.N) + 1;
+    parallel_units(static_cast<int64_t>(runs_.size()) * s_.K, [&](Units& units) {
+      Attending space(rows, round_up(longest, CACHE_BLOCK), s_.d);
+      for (int64_t unit; units.draw(unit);) attend(layer, runs_[unit / s_.K], unit % s_.K, space);
     });
   }
 
-  void rotated(const T* x, const float* weight, int64_t b, float* scratch, T* to) {
+  // Scratch memory of a thread for attention: (rows, d), (rows, width) and (rows,).
+  struct Attending {
+    Buffer<T> q, weights;
+    Buffer<float> scores, sums, rotated, inverse;
+    Attending(int64_t rows, int64_t width, int64_t d)
+        : q(rows * d), weights(rows * width), scores(rows * width), sums(rows * d), rotated(2 * d), inverse(rows) {}
+  };
+
+  // Computes the attention of the query heads of a run that share a key-value head.
+  void attend(const StepLayer& layer, const Run& run, int64_t kv, Attending& space) {
+    const int64_t group = s_.H / s_.K, d = s_.d, rows = run.count * group, last = run.first + run.count - 1;
+    const int64_t blocks = divide_up(positions_[last] + 1, CACHE_BLOCK), width = blocks * CACHE_BLOCK;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+    const PackedCache<T> cache = cache_of(layer, run.first, kv);
+    const auto token = [&](int64_t row) { return run.first + row / group; };
+    const auto head = [&](int64_t row) { return kv * group + row % group; };
+    for (int64_t row = 0; row < rows; ++row)
+      rotated(qkv_ + token(row) * width_ + head(row) * d, layer.q_norm, token(row), space.rotated, space.q + row * d);
+    if (runs_.size() == static_cast<size_t>(s_.N)) store_token(layer, run.first, kv);
+    for (int64_t block = 0; block < blocks; ++block)
+      product<T>(rows, CACHE_BLOCK, d, space.q, d, cache.key_block(block), CACHE_BLOCK,
+                 space.scores + block * CACHE_BLOCK, width, false);
+    for (int64_t row = 0; row < rows; ++row)
+      space.inverse[row] = 1.0f / softmax<T>(space.scores + row * width, space.weights + row * width, 0,
+                                             positions_[token(row)] + 1, width, scale * LOG2E).second;
+    product<T>(rows, d, round_up(positions_[last] + 1, LANES), space.weights, width, cache.values, d, space.sums, d,
+               false);
+    for (int64_t row = 0; row < rows; ++row) {
+      float* sums = space.sums + row * d;
+      for (int64_t i = 0; i < d; ++i) sums[i] *= space.inverse[row];
+      store_row(attended_ + (token(row) * s_.H + head(row)) * d, sums, d);
+    }
+  }
+
+  PackedCache<T> cache_of(const StepLayer& layer, int64_t n, int64_t kv) const {
+    return PackedCache<T>(layer.keys, layer.values, slots_[n] * s_.K + kv, s_.S, s_.d);
+  }
+
+  // Stores the key and value of a token and a key-value head.
+  void store_token(const StepLayer& layer, int64_t n, int64_t kv) {
+    const T *key = qkv_ + n * width_ + (s_.H + kv) * s_.d, *value = key + s_.K * s_.d;
+    Buffer<float> scratch(2 * s_.d);
+    Buffer<T> to(s_.d);
+    rotated(key, layer.k_norm, n, scratch, to);
+    cache_of(layer, n, kv).store(positions_[n], to, value);
+  }
+
+  void rotated(const T* x, const float* weight, int64_t n, float* scratch, T* to) {
     float* out = scratch + s_.d;
     for (int64_t i = 0; i < s_.d; ++i) scratch[i] = load(x + i);
     if (weight != nullptr) {
       normalize(scratch, weight, nullptr, s_.d, options_, out);
       std::copy_n(out, s_.d, scratch);
     }
-    rotate(scratch, cos_ + b * s_.d, sin_ + b * s_.d, s_.d, false, out);
+    rotate(scratch, cos_ + n * s_.d, sin_ + n * s_.d, s_.d, false, out);
     store_row(to, out, s_.d);
   }
 
@@ -316,12 +369,14 @@ class Step {
   }
 
   const StepSizes s_;
+  int64_t rows_;  // of the inputs of weights: N, and L for the head
   const NormOptions options_;
   float* const x_;
   const float *const cos_, *const sin_;
-  const int64_t* const positions_;
+  const int64_t *const slots_, *const positions_;
   const int64_t width_;
   Buffer<T> normed_, branch_, qkv_, attended_, activated_;
+  std::vector<Run> runs_;
 };
 
 template <typename T>
@@ -344,30 +399,7 @@ void pack_integer_tiles(const T* weight, int64_t N, int64_t terms, bfp8* to) {
   });
 }
 
-template <typename T>
-void store_tokens(int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots, const int64_t* positions,
-                  const T* keys, const T* values, void* to_keys, void* to_values) {
-  parallel_each(K, [=](int64_t kv) {
-    for (int64_t n = 0; n < count; ++n) {
-      const int64_t from = (n * K + kv) * d;
-      PackedCache<T>(to_keys, to_values, slots[n] * K + kv, S, d).store(positions[n], keys + from, values + from);
-    }
-  });
-}
-
 }  // namespace
-
-// Stores the keys and values (count, K, d) of `count` tokens of one layer in the caches (slots, K), which hold S
-// tokens. Tokens of the same sequence must be in order.
-SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
-                                 const int64_t* positions, const void* keys, const void* values, void* to_keys,
-                                 void* to_values) {
-  const auto run = [&]<typename T>(T) {
-    store_tokens(count, K, S, d, slots, positions, static_cast<const T*>(keys), static_cast<const T*>(values), to_keys,
-                 to_values);
-  };
-  narrow ? run(bf16()) : run(float());
-}
 
 // Packs a weight (N, terms) into tiles of TILE outputs: in its own dtype or, for INT8 and INT8_OF_BF16, as INT8_TILES.
 SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int64_t N, int64_t terms, void* to) {
@@ -383,14 +415,15 @@ SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int6
 // Returns the bytes of a tile in the format INT8_TILES.
 SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms) { return TILE * padded<bfp8>(terms); }
 
-// Computes logits (B, V). Logits, packed weights and caches are bf16 if `narrow`, otherwise fp32. x (B, D) has the
-// embeddings and is overwritten; cos and sin are (B, d); `positions` (B,) are the positions of the new tokens in their
-// caches.
+// Computes logits (L, V) of the tokens `chosen` (L,), in ascending order. Logits, packed weights and caches are bf16 if
+// `narrow`, otherwise fp32. x (N, D) has the embeddings and is overwritten; cos and sin are (N, d); `slots` and
+// `positions` (N,) are the places of the new tokens in the caches. The tokens of a sequence must follow each other.
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const StepSizes* sizes, double eps, const StepLayer* layers,
                                  const float* last_norm, const StepWeight* head, float* x, const float* cos,
-                                 const float* sin, const int64_t* positions, void* logits) {
+                                 const float* sin, const int64_t* slots, const int64_t* positions,
+                                 const int64_t* chosen, void* logits) {
   const auto run = [&]<typename T>(T) {
-    Step<T>(*sizes, eps, x, cos, sin, positions).run(layers, last_norm, *head, static_cast<T*>(logits));
+    Step<T>(*sizes, eps, x, cos, sin, slots, positions).run(layers, last_norm, *head, chosen, static_cast<T*>(logits));
   };
   narrow ? run(bf16()) : run(float());
 }

@@ -140,10 +140,11 @@ def _tokens(model: BatchModel, held: list[int], count: int, sampling: Sampling) 
 class SlotReader:
     """Base of the BatchReaders that use a SlotCache.
 
-    The longest prefix that a prompt shares with a cached sequence is copied instead of computed.
+    The longest prefix that a prompt shares with a cached sequence is copied instead of computed. A DecoderStep, if
+    there is one, also reads prompts, so that their keys and values do not depend on what was cached.
 
-    It adds filler tokens so that each pass has at least MIN_ROWS tokens. Otherwise torch's matmul, which sums in a
-    different order, would replace sansgpu's kernel, and results would depend on the batch size.
+    Without it, passes get filler tokens, so that each has at least MIN_ROWS. With fewer, torch's matmul, which sums in
+    a different order, would replace sansgpu's kernel, and results would depend on the batch size.
 
     The states of a `recurrent` model are those after a whole sequence. Its prompts take one pass each, and share
     nothing with sequences that continue in another way.
@@ -155,9 +156,11 @@ class SlotReader:
         self.slots, self._fused = slots, fused
         self._sequences: list[list[int]] = []  # the tokens of each sequence
         self.prefixes: PrefixCache | None = None  # stores finished sequences for later prompts
-        rows = slots if fused is not None else max(slots, MIN_ROWS)
-        last = 1  # an extra slot for the filler tokens
-        self.cache = SlotCache(rows + last, max(length, MIN_ROWS), packed=fused is not None)
+        if fused is not None:
+            self.cache = SlotCache(slots, length, fused.new_caches(slots, length))
+        else:
+            last = 1  # an extra slot for the filler tokens
+            self.cache = SlotCache(max(slots, MIN_ROWS) + last, max(length, MIN_ROWS))
 
     @property
     def token_bytes(self) -> int:
@@ -239,7 +242,7 @@ class SlotReader:
     def _pass(self, first: int, prompts: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         ids, ends = [token for rest in rests for token in rest], list(accumulate(map(len, rests)))
-        fill = max(0, MIN_ROWS - len(ids))
+        fill = max(0, MIN_ROWS - len(ids)) if self._fused is None else 0
         filler = [fill] * (fill > 0)  # a sequence of its own
         self.cache.start_prompts(first, [*starts, *[0] * len(filler)], [*map(len, rests), *filler])
         return self._run(torch.tensor([[*ids, *[0] * fill]]), [end - 1 for end in ends])
@@ -247,23 +250,21 @@ class SlotReader:
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         for sequence, token in zip(self._sequences, tokens, strict=True):
             sequence.append(token)
-        if self._fused is not None:
-            self.cache.start_step(len(tokens))
-            positions = self.cache.positions
-            with torch.inference_mode():
-                x, cos, sin = self.embedded(torch.tensor(tokens), positions)
-                return self._fused(x, cos, sin, positions, self.cache.packed_layers())
-        count = max(MIN_ROWS, len(tokens))
+        count = max(MIN_ROWS, len(tokens)) if self._fused is None else len(tokens)
         self.cache.lengths[len(tokens) : count] = 0
         self.cache.start_step(count)
         ids = torch.tensor([*tokens, *[0] * (count - len(tokens))])
         return self._run(ids[:, None], list(range(len(tokens))))
 
     def _run(self, ids: torch.Tensor, chosen: list[int]) -> torch.Tensor:
-        filled = [*chosen, *chosen[:1] * (MIN_ROWS - len(chosen))]
-        positions = self.cache.positions.view_as(ids)
+        positions = self.cache.positions
         with torch.inference_mode():
-            return self.logits(ids, positions, torch.tensor(filled))[: len(chosen)]
+            if self._fused is not None:
+                places = self.cache.document_ids, positions
+                x, cos, sin = self.embedded(ids.flatten(), positions)
+                return self._fused(x, cos, sin, places, self.cache.packed, torch.tensor(chosen))
+            filled = [*chosen, *chosen[:1] * (MIN_ROWS - len(chosen))]
+            return self.logits(ids, positions.view_as(ids), torch.tensor(filled))[: len(chosen)]
 
     def keep(self, kept: Sequence[int]) -> None:
         with torch.inference_mode():

@@ -18,25 +18,29 @@ from sansgpu.models.generation.state_slots import StateName, StateSlots
 
 
 class SlotCache:
-    """The keys and values of all layers, which are allocated in a layer's first forward pass.
+    """The keys and values of all layers.
 
-    `packed` selects the memory layout that a DecoderStep needs. The sequences occupy the first slots, and the results
-    of one do not depend on the others. Before each forward pass, call `start_prompts` or `start_step` to say where its
-    tokens go. Both set, for each token of the pass, `positions`, its position in its sequence, and `places`, its index
-    in the keys that `append` returns.
+    They are in the caches of a DecoderStep, `packed`, or else allocated in a layer's first forward pass. The sequences
+    occupy the first slots, and the results of one do not depend on the others. Before each forward pass, call
+    `start_prompts` or `start_step` to say where its tokens go. Both set, for each token of the pass, `positions`, its
+    position in its sequence, and `places`, its index in the keys that `append` returns.
     """
 
-    def __init__(self, slots: int, length: int, packed: bool) -> None:
+    def __init__(self, slots: int, length: int, packed: Sequence[PackedCache] = ()) -> None:
         self.slots, self.length = slots, length
         self.lengths = torch.zeros(slots, dtype=torch.long)
-        self._type = PackedCache if packed else PlainCache
-        self._layers: dict[int, PackedCache | PlainCache] = {}
+        self.packed = packed
+        self._plain: dict[int, PlainCache] = {}
         self._states = StateSlots(slots)
+
+    @property
+    def _layers(self) -> Sequence[PackedCache | PlainCache]:
+        return self.packed or list(self._plain.values())
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the cached keys and values per token."""
-        return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
+        return sum(layer.nbytes for layer in self._layers) // (self.slots * self.length)
 
     @property
     def state_bytes(self) -> int:
@@ -77,11 +81,6 @@ class SlotCache:
         self._visible, self._longest = slice(0, count), int(self.lengths[:count].max())
         self._ranges = _up_to(self.lengths[:count, None])
 
-    def packed_layers(self) -> list[PackedCache]:
-        """Returns the caches of all layers, which exist after the first pass."""
-        layers = [self._layers[layer] for layer in sorted(self._layers)]
-        return [layer for layer in layers if isinstance(layer, PackedCache)]
-
     def keep(self, slots: Sequence[int]) -> None:
         """Moves the sequences in `slots`, in ascending order, to the first slots."""
         for to, slot in enumerate(slots):
@@ -91,19 +90,19 @@ class SlotCache:
 
     def copy(self, to: int, slot: int, count: int) -> None:
         """Copies the first `count` tokens of the sequence in `slot`, and its states after all, to the slot `to`."""
-        for layer in self._layers.values():
+        for layer in self._layers:
             layer.move(to, slot, count)
         self._states.copy(to, slot)
         self.lengths[to] = count
 
     def copy_of(self, slot: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns a copy of the keys and values of the first `count` tokens of a slot, for `restore`."""
-        pairs = (layer.first(slot, count) for layer in self._layers.values())
+        pairs = (layer.first(slot, count) for layer in self._layers)
         return [(keys.clone(), values.clone()) for keys, values in pairs]
 
     def restore(self, slot: int, layers: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> None:
         """Makes the first `count` tokens of a copy the beginning of the sequence in a slot."""
-        for layer, states in zip(self._layers.values(), layers, strict=True):
+        for layer, states in zip(self._layers, layers, strict=True):
             layer.restore(slot, states, count)
         self.lengths[slot] = count
 
@@ -113,16 +112,16 @@ class SlotCache:
         The inputs are (1, K, N, d), or (B, K, 1, d) in a decoding step. In a pass over prompts, the outputs are those
         of the sequences one after the other, with their cached tokens.
         """
-        if layer not in self._layers:
+        if layer not in self._plain:
             _, heads, _, dim = keys.shape  # some rotary embeddings widen keys to fp32, and attention narrows them
-            self._layers[layer] = self._type(self.slots, self.length, heads, dim, values.dtype)
+            self._plain[layer] = PlainCache(self.slots, self.length, heads, dim, values.dtype)
         by_token = [new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0] for new in (keys, values)]
-        self._layers[layer].store(self._slots, self.positions, *by_token)
+        self._plain[layer].store(self._slots, self.positions, *by_token)
         if self._visible is not None:
-            return self._layers[layer].read(self._visible, self._longest)
+            return self._plain[layer].read(self._visible, self._longest)
         if not any(start for _, start, _ in self._pieces):
             return keys, values
-        pairs = [self._layers[layer].read(slice(slot, slot + 1), end) for slot, _, end in self._pieces]
+        pairs = [self._plain[layer].read(slice(slot, slot + 1), end) for slot, _, end in self._pieces]
         all_keys, all_values = (torch.cat(states, dim=2) for states in zip(*pairs, strict=True))
         return all_keys, all_values
 
