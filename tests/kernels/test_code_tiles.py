@@ -29,7 +29,7 @@ def packed(weight: QuantizedWeight) -> torch.Tensor:
 def product(weight: QuantizedWeight, x: torch.Tensor, parts: int) -> torch.Tensor:
     y = torch.empty(len(x), weight.outputs)
     sizes = len(x), weight.outputs, weight.inputs
-    library.call("code_product", weight.format.number, parts, *sizes, x, packed(weight), y)
+    library.call("code_product", False, weight.format.number, parts, *sizes, x, packed(weight), None, y)
     return y
 
 

@@ -21,16 +21,14 @@ import torch.nn.functional as F
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight, stored
 from sansgpu.kernels.c_functions import constants, structs
+from sansgpu.kernels.frozen_linear import PackedCodes, bytes_of_codes, memory_for_copies
 from sansgpu.kernels.matmul import Integer, MatmulPrecision
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
-from sansgpu.machine.allocator import memory_in_huge_pages
-from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
 CODE_TILES = constants()["CODE_TILES"]  # plus the number of a block format: the format of its packed codes
 INT8_TILES = constants()["INT8_TILES"]  # the format of weights that are packed as 8-bit integers
-PACKED_RATIO = 0.25  # maximum share of the available memory for packed copies of the weights
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class DecoderStep:
         self._parts = 1 if integer == "int8" else 2
         self._tensors: list[torch.Tensor] = []  # keeps the tensors alive that C++ has pointers to
         weights = [weight for one in layers for weight in one.weights] + [head]
-        self._codes = _PackedCodes(weights) if packs_codes else None
+        self._codes = PackedCodes(_quantized(weights)) if packs_codes else None
         self._layers = tuple(self._layer(one) for one in layers)
         self._head = self._weight(head)
 
@@ -257,12 +255,16 @@ def step_of(
     if not _takes(found, last_norm, head, head_dim, dtype):
         return None
     weights = [head, *(weight for one in found for weight in one.weights)]
-    allowed = inf if may_fill_memory else PACKED_RATIO * available_memory(torch.device("cpu"))
+    allowed = inf if may_fill_memory else memory_for_copies()
     size = sum(_packed_bytes(weight.matrix, integer) for weight in weights)
     if size > allowed:
         return None
-    packs_codes = size + _PackedCodes.bytes_of(weights) <= allowed
+    packs_codes = size + bytes_of_codes(_quantized(weights)) <= allowed
     return DecoderStep(found, last_norm, head, head_dim, dtype, integer, packs_codes)
+
+
+def _quantized(weights: Sequence[StepWeight]) -> list[QuantizedWeight]:
+    return [weight.matrix for weight in weights if isinstance(weight.matrix, QuantizedWeight)]
 
 
 def _packed_bytes(matrix: Matrix, integer: Integer | None) -> int:
@@ -270,31 +272,6 @@ def _packed_bytes(matrix: Matrix, integer: Integer | None) -> int:
     if isinstance(matrix, QuantizedWeight):
         return 0
     return matrix.numel() if integer == "int8" else matrix.nbytes
-
-
-class _PackedCodes:
-    """Packed copies of quantized weights, one after another in the same memory, so that huge pages hold them."""
-
-    def __init__(self, weights: Sequence[StepWeight]) -> None:
-        memory = memory_in_huge_pages(self.bytes_of(weights))
-        self._memory, self._used = torch.frombuffer(memory, dtype=torch.uint8), 0
-
-    @classmethod
-    def bytes_of(cls, weights: Sequence[StepWeight]) -> int:
-        """Returns the bytes of the copies of those weights that are quantized."""
-        matrices = (weight.matrix for weight in weights)
-        return sum(cls._bytes(matrix) for matrix in matrices if isinstance(matrix, QuantizedWeight))
-
-    @staticmethod
-    def _bytes(weight: QuantizedWeight) -> int:
-        tiles = -(-weight.outputs // TILE)
-        return tiles * int(library.call("code_bytes_per_tile", weight.format.number, weight.inputs))
-
-    def pack(self, weight: QuantizedWeight) -> torch.Tensor:
-        packed = self._memory[self._used :][: self._bytes(weight)]
-        self._used += len(packed)
-        library.call("pack_codes", weight.format.number, weight.data, weight.outputs, weight.inputs, packed)
-        return packed
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ per product, so no dequantized copy is in memory. N rows, I inputs, O outputs, R
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,9 +15,12 @@ import torch.nn.functional as F
 
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight, by_number, dequantize_rows, row_length
-from sansgpu.kernels.c_functions import structs
+from sansgpu.kernels.c_functions import constants, structs
 from sansgpu.kernels.matmul import Integer, MatmulPrecision, is_native
+from sansgpu.machine.allocator import memory_in_huge_pages
+from sansgpu.machine.probe import available_memory
 
+PACKED_RATIO = 0.25  # maximum share of the available memory for packed copies of the weights
 MAX_RANK = 64  # above this, adding products in fp32 takes longer than separate matmuls
 
 
@@ -178,6 +182,52 @@ class _FrozenLinearFunction(torch.autograd.Function):
         operands = data.contiguous(), grad.contiguous(), x_grad
         library.call("quantized_backward", int(ctx.precision), ctx.format, *x_grad.shape, len(data), *operands)
         return x_grad, None
+
+
+class PackedCodes:
+    """Packed copies of quantized weights, one after another in the same memory, so that huge pages hold them.
+
+    Products with a packed copy do not dequantize the weight, but multiply its codes (native/code_tiles.cpp).
+    """
+
+    def __init__(self, weights: Sequence[QuantizedWeight]) -> None:
+        self._memory, self._used = torch.frombuffer(memory_in_huge_pages(bytes_of_codes(weights)), dtype=torch.uint8), 0
+
+    def pack(self, weight: QuantizedWeight) -> torch.Tensor:
+        """Returns the copy of one of the weights."""
+        packed = self._memory[self._used :][: bytes_of_codes([weight])]
+        self._used += len(packed)
+        library.call("pack_codes", weight.format.number, weight.data, weight.outputs, weight.inputs, packed)
+        return packed
+
+
+def bytes_of_codes(weights: Sequence[QuantizedWeight]) -> int:
+    """Returns the bytes of packed copies of weights."""
+    tile = constants()["STEP_TILE"]
+    return sum(
+        -(-weight.outputs // tile) * int(library.call("code_bytes_per_tile", weight.format.number, weight.inputs))
+        for weight in weights
+    )
+
+
+def memory_for_copies() -> float:
+    """Returns how many bytes packed copies of the weights of a model may have."""
+    return PACKED_RATIO * available_memory(torch.device("cpu"))
+
+
+def code_linear(
+    x: torch.Tensor, weight: QuantizedWeight, codes: torch.Tensor, bias: torch.Tensor | None, integer: Integer | None
+) -> torch.Tensor:
+    """Computes `quantized_linear` with the packed copy of a weight, whose codes it multiplies by 16-bit integers.
+
+    With `integer` int8, by 8-bit integers. A row of the result does not depend on the others. x has no gradient.
+    """
+    _require_fit(x, weight, bias)
+    y = x.new_empty(len(x), weight.outputs)
+    sizes = weight.format.number, 1 if integer == "int8" else 2, *y.shape, weight.inputs
+    bias = None if bias is None else bias.detach().float().contiguous()
+    library.call("code_product", x.dtype == torch.bfloat16, *sizes, x.contiguous(), codes, bias, y)
+    return y
 
 
 def _require_fit(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

@@ -232,8 +232,8 @@ SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs per tile of packed weights
 SANSGPU_CONSTANT(CODE_TILES, 100);  // plus the number of a block format: the format of weights whose codes are packed
 SANSGPU_KERNEL void pack_codes(int64_t format, const void* weight, int64_t N, int64_t terms, void* to);
 SANSGPU_KERNEL int64_t code_bytes_per_tile(int64_t format, int64_t terms);
-SANSGPU_KERNEL void code_product(int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms, const float* x,
-    const void* tiles, float* y);
+SANSGPU_KERNEL void code_product(int64_t narrow, int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms,
+    const void* x, const void* tiles, const float* bias, void* y);
 
 // native/decoder_step.cpp
 SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens per block of a packed KV cache; its length is a multiple

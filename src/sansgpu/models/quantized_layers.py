@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from math import inf
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight, dequantize_rows
-from sansgpu.kernels.frozen_linear import quantized_linear
+from sansgpu.kernels.frozen_linear import PackedCodes, bytes_of_codes, code_linear, memory_for_copies, quantized_linear
 from sansgpu.kernels.linear import Linear, autocasted
 from sansgpu.models.modules import Table, blocks_of
 
@@ -34,10 +36,15 @@ class QuantizedLinear(QuantizedLayer, Linear):
     """A linear layer with a quantized weight: (..., inputs) -> (..., outputs). Its bias is an ordinary parameter."""
 
     transposed: bool  # True if it replaces transformers' Conv1D, whose weight is (inputs, outputs)
+    codes: torch.Tensor | None = None  # a packed copy of the weight, for use without gradients
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
-        y = quantized_linear(x.reshape(-1, self.in_features), self.blocks, self.bias, self.integer)
+        rows = x.reshape(-1, self.in_features)
+        if self.codes is not None and library.takes(rows) and not torch.is_grad_enabled():
+            y = code_linear(rows, self.blocks, self.codes, self.bias, self.integer)
+        else:
+            y = quantized_linear(rows, self.blocks, self.bias, self.integer)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -51,6 +58,28 @@ class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
         rows = dequantize_rows(self.blocks.data[input.flatten()], self.blocks.format)
         scaled = rows if self.scale == 1.0 else rows.mul_(self.scale)
         return scaled.view(*input.shape, self.embedding_dim)
+
+
+def pack_codes(model: nn.Module, may_fill_memory: bool = False) -> None:
+    """Gives the quantized linear layers of a model packed copies of their weights, if enough memory is available.
+
+    With `may_fill_memory`, any size is allowed.
+    """
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    weights = {layer.blocks.data.data_ptr(): layer.blocks for layer in layers}
+    allowed = inf if may_fill_memory else memory_for_copies()
+    if not layers or not library.available() or bytes_of_codes(list(weights.values())) > allowed:
+        return
+    packed = PackedCodes(list(weights.values()))
+    copies = {key: packed.pack(weight) for key, weight in weights.items()}
+    for layer in layers:
+        layer.codes = copies[layer.blocks.data.data_ptr()]
+
+
+def has_only_codes(model: nn.Module) -> bool:
+    """Returns whether all linear layers of a model have packed codes, with which a row does not depend on others."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return bool(layers) and all(isinstance(layer, QuantizedLinear) and layer.codes is not None for layer in layers)
 
 
 def matrix_of(layer: nn.Linear | nn.Embedding) -> Matrix:

@@ -213,7 +213,7 @@ def test_quantized_weights_are_not_copied_if_memory_is_short(monkeypatch: pytest
     unpadded, _ = pretrained("llama", base_precision="int8", adapter="lora")
     logits = []
     for ratio in (1.0, 0.0):
-        monkeypatch.setattr("sansgpu.kernels.decoder_step.PACKED_RATIO", ratio)
+        monkeypatch.setattr("sansgpu.kernels.frozen_linear.PACKED_RATIO", ratio)
         step = pretrained_step(unpadded.model)
         assert step is not None
         reader = PretrainedSlots(unpadded, 2, CONTEXT, step)

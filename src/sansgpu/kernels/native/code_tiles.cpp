@@ -9,6 +9,7 @@
 
 #include "block_floats.h"
 #include "block_formats.h"
+#include "matmul.h"
 #include "parallel.h"
 #include "product_mantissas.h"
 
@@ -332,19 +333,39 @@ SANSGPU_KERNEL void pack_codes(int64_t format, const void* weight, int64_t N, in
   });
 }
 
-// Computes y (M, N) = x (M, terms) W^T with a packed weight. Tests compare it with float64.
-SANSGPU_KERNEL void code_product(int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms, const float* x,
-                                 const void* tiles, float* y) {
+namespace {
+
+template <typename T>
+void multiply_by_codes(int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms, const T* x,
+                       const uint8_t* tiles, const float* bias, T* y) {
+  constexpr int64_t ROWS = 128;  // multiplied with a tile at a time
   const int64_t row_bytes = integer_row_bytes(parts, terms), tile_size = code_tile_bytes(format, terms);
-  Buffer<uint8_t> rows(M * row_bytes);
-  for (int64_t row = 0; row < M; ++row) pack_integer_row(parts, x + row * terms, terms, rows + row * row_bytes);
-  parallel_each(divide_up(N, STEP_TILE), [&](int64_t tile) {
-    Buffer<float> sums(M * STEP_TILE);
-    const int64_t first = tile * STEP_TILE;
-    multiply_code_tile(format, parts, terms, static_cast<const uint8_t*>(tiles) + tile * tile_size, M, rows, sums);
-    for (int64_t row = 0; row < M; ++row)
-      std::copy_n(sums + row * STEP_TILE, std::min(STEP_TILE, N - first), y + row * N + first);
+  const int64_t bands = divide_up(M, ROWS);
+  Buffer<uint8_t> packed(M * row_bytes);
+  parallel_each(M, [&](int64_t row) { pack_integer_row(parts, x + row * terms, terms, packed + row * row_bytes); });
+  parallel_units(divide_up(N, STEP_TILE) * bands, [&](Units& units) {
+    Buffer<float> sums(std::min(M, ROWS) * STEP_TILE);
+    for (int64_t unit; units.draw(unit);) {
+      const int64_t tile = unit / bands, first = unit % bands * ROWS, rows = std::min(ROWS, M - first);
+      const int64_t column = tile * STEP_TILE, columns = std::min(STEP_TILE, N - column);
+      multiply_code_tile(format, parts, terms, tiles + tile * tile_size, rows, packed + first * row_bytes, sums);
+      const StoreWithBias<T> store{y, N, bias};
+      for (int64_t row = 0; row < rows; ++row) store(first + row, column, columns, sums + row * STEP_TILE);
+    }
   });
+}
+
+}  // namespace
+
+// Computes y (M, N) = x (M, terms) W^T + bias (N,) with a packed weight. x and y are bf16 if `narrow`, otherwise fp32.
+// `bias` may be null.
+SANSGPU_KERNEL void code_product(int64_t narrow, int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms,
+                                 const void* x, const void* tiles, const float* bias, void* y) {
+  const auto run = [&]<typename T>(T) {
+    multiply_by_codes(format, parts, M, N, terms, static_cast<const T*>(x), static_cast<const uint8_t*>(tiles), bias,
+                      static_cast<T*>(y));
+  };
+  narrow ? run(bf16()) : run(float());
 }
 
 // Returns the bytes of a tile of the codes of a weight in a block format.

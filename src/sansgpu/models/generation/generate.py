@@ -143,8 +143,9 @@ class SlotReader:
     The longest prefix that a prompt shares with a cached sequence is copied instead of computed. A DecoderStep, if
     there is one, also reads prompts, so that their keys and values do not depend on what was cached.
 
-    Without it, passes get filler tokens, so that each has at least MIN_ROWS. With fewer, torch's matmul, which sums in
-    a different order, would replace sansgpu's kernel, and results would depend on the batch size.
+    Without it, passes get filler tokens, so that each has at least `least_rows`: MIN_ROWS, unless all linear layers
+    multiply codes. With fewer, torch's matmul, which sums in a different order, would replace sansgpu's kernel, and
+    results would depend on the batch size.
 
     The states of a `recurrent` model are those after a whole sequence. Its prompts take one pass each, and share
     nothing with sequences that continue in another way.
@@ -152,15 +153,15 @@ class SlotReader:
 
     recurrent = False
 
-    def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
-        self.slots, self._fused = slots, fused
+    def __init__(self, slots: int, length: int, fused: DecoderStep | None = None, least_rows: int = MIN_ROWS) -> None:
+        self.slots, self._fused, self._least = slots, fused, 1 if fused is not None else least_rows
         self._sequences: list[list[int]] = []  # the tokens of each sequence
         self.prefixes: PrefixCache | None = None  # stores finished sequences for later prompts
         if fused is not None:
             self.cache = SlotCache(slots, length, fused.new_caches(slots, length))
         else:
             last = 1  # an extra slot for the filler tokens
-            self.cache = SlotCache(max(slots, MIN_ROWS) + last, max(length, MIN_ROWS))
+            self.cache = SlotCache(max(slots, self._least) + last, max(length, self._least))
 
     @property
     def token_bytes(self) -> int:
@@ -242,7 +243,7 @@ class SlotReader:
     def _pass(self, first: int, prompts: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         ids, ends = [token for rest in rests for token in rest], list(accumulate(map(len, rests)))
-        fill = max(0, MIN_ROWS - len(ids)) if self._fused is None else 0
+        fill = max(0, self._least - len(ids))
         filler = [fill] * (fill > 0)  # a sequence of its own
         self.cache.start_prompts(first, [*starts, *[0] * len(filler)], [*map(len, rests), *filler])
         return self._run(torch.tensor([[*ids, *[0] * fill]]), [end - 1 for end in ends])
@@ -250,7 +251,7 @@ class SlotReader:
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         for sequence, token in zip(self._sequences, tokens, strict=True):
             sequence.append(token)
-        count = max(MIN_ROWS, len(tokens)) if self._fused is None else len(tokens)
+        count = max(self._least, len(tokens))
         self.cache.lengths[len(tokens) : count] = 0
         self.cache.start_step(count)
         ids = torch.tensor([*tokens, *[0] * (count - len(tokens))])
@@ -263,7 +264,7 @@ class SlotReader:
                 places = self.cache.document_ids, positions
                 x, cos, sin = self.embedded(ids.flatten(), positions)
                 return self._fused(x, cos, sin, places, self.cache.packed, torch.tensor(chosen))
-            filled = [*chosen, *chosen[:1] * (MIN_ROWS - len(chosen))]
+            filled = [*chosen, *chosen[:1] * (self._least - len(chosen))]
             return self.logits(ids, positions.view_as(ids), torch.tensor(filled))[: len(chosen)]
 
     def keep(self, kept: Sequence[int]) -> None:

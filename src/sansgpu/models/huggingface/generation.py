@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
-from sansgpu.kernels.linear import Linear, autocast_dtype
+from sansgpu.kernels.linear import MIN_ROWS, Linear, autocast_dtype
 from sansgpu.models.generation.answer_end import token_ids
 from sansgpu.models.generation.batch import BatchReader
 from sansgpu.models.generation.generate import BatchModel, SlotReader
@@ -26,7 +26,7 @@ from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels, logits_of, probe_tokens
 from sansgpu.models.huggingface.rotary_attention import LLAMA_NAMES, NORMS, RotaryAttention
 from sansgpu.models.modules import blocks_of, integer_of_model
-from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
+from sansgpu.models.quantized_layers import QuantizedLinear, has_only_codes, matrix_of, pack_codes
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models without max_position_embeddings
 
@@ -35,7 +35,7 @@ class PretrainedSlots(SlotReader):
     """A BatchReader with several sequences for transformers models that use our attention; see `slots_work`."""
 
     def __init__(self, unpadded: UnpaddedModel, slots: int, length: int, fused: DecoderStep | None = None) -> None:
-        super().__init__(slots, length, fused)
+        super().__init__(slots, length, fused, 1 if has_only_codes(unpadded.model) else MIN_ROWS)
         self._unpadded, self.recurrent = unpadded, unpadded.has_recurrences
         self._argument = "past_key_values" if "past_key_values" in arguments_of(unpadded.model) else "cache_params"
 
@@ -188,8 +188,11 @@ def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any, may_fill_memory: b
     model, fused = unpadded.model, None
     if unpadded.has_plain_rows:
         fused = pretrained_step(model, may_fill_memory)
+    if fused is None:
+        pack_codes(model, may_fill_memory)
     together = slots_work(unpadded, fused)
     if not together and fused is not None:  # its embeddings or head may differ from those of the fused step
+        pack_codes(model, may_fill_memory)
         together, fused = slots_work(unpadded), None
     if not together:
         return pretrained_single(model, tokenizer)
