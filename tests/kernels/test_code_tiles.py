@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight
 from sansgpu.kernels.c_functions import constants
+from sansgpu.kernels.frozen_linear import code_linear
 from tests.kernels.test_quantized_linear import FACTORS, new_weight, values_of
 from tests.kernels.threads import assert_equal_on_all_threads
 
@@ -31,6 +32,19 @@ def product(weight: QuantizedWeight, x: torch.Tensor, parts: int) -> torch.Tenso
     sizes = len(x), weight.outputs, weight.inputs
     library.call("code_product", False, weight.format.number, parts, *sizes, x, packed(weight), None, y)
     return y
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0"])
+def test_a_layer_adds_its_bias_and_takes_bf16(native_kernels: str, name: str) -> None:
+    weight = new_weight(name, 90, 2, 0)
+    x, bias = torch.randn(140, weight.inputs), torch.randn(90)
+    expected = x.double() @ values_of(weight).double().T + bias.double()
+    for dtype, error in ((torch.float32, 1e-3), (torch.bfloat16, 2e-2)):
+        found = code_linear(x.to(dtype), weight, packed(weight), bias, None)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=error * float(expected.abs().max()))
+        for rows in (1, 3, 129):
+            assert torch.equal(code_linear(x[:rows].to(dtype), weight, packed(weight), bias, None), found[:rows])
 
 
 def inputs(rows: int, weight: QuantizedWeight, seed: int) -> torch.Tensor:

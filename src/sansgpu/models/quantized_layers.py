@@ -41,11 +41,15 @@ class QuantizedLinear(QuantizedLayer, Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
         rows = x.reshape(-1, self.in_features)
-        if self.codes is not None and library.takes(rows) and not torch.is_grad_enabled():
+        if self.codes is not None and self.multiplies_codes(rows):
             y = code_linear(rows, self.blocks, self.codes, self.bias, self.integer)
         else:
             y = quantized_linear(rows, self.blocks, self.bias, self.integer)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def multiplies_codes(self, x: torch.Tensor) -> bool:
+        """Returns whether the layer multiplies x with the packed codes of its weight."""
+        return self.codes is not None and library.takes(x) and not torch.is_grad_enabled()
 
 
 class QuantizedEmbedding(QuantizedLayer, nn.Embedding):

@@ -37,6 +37,7 @@ from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
+from sansgpu.models.quantized_layers import QuantizedLinear
 from tests.kernels.test_integer_matmul import rotated
 from tests.models.small import TEXT, TOKENIZER, model_of
 from tests.tasks.folders import model_folder
@@ -221,6 +222,28 @@ def test_quantized_weights_are_not_copied_if_memory_is_short(monkeypatch: pytest
         logits.append(reader.step([9, 10]))
     assert not torch.equal(*logits)
     torch.testing.assert_close(*logits, rtol=0, atol=0.05 * float(logits[0].abs().max()))  # activations in bf16
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_families_without_a_fused_step_multiply_codes_of_quantized_weights(
+    monkeypatch: pytest.MonkeyPatch, adapted: bool
+) -> None:
+    unpadded, tokenizer = pretrained("gemma3_text", base_precision="int8", adapter="lora")
+    for layer in unpadded.model.modules():
+        if hasattr(layer, "lora_A"):
+            layer.enable_adapters(adapted)
+    texts, logits = [], []
+    for ratio in (0.0, 1.0):
+        monkeypatch.setattr("sansgpu.kernels.frozen_linear.PACKED_RATIO", ratio)
+        batch = pretrained_batch(unpadded, tokenizer)
+        layers = [layer for layer in unpadded.model.modules() if isinstance(layer, QuantizedLinear)]
+        assert layers
+        assert all((layer.codes is not None) == bool(ratio) for layer in layers)
+        logits.append(batch.open_reader(3, CONTEXT).add([[5, 6, 7], [8, 9]]))
+        texts.append([completions(batch, slots, GREEDY) for slots in (1, 4)])
+    assert not torch.equal(*logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=0.05 * float(logits[0].abs().max()))  # activations in bf16
+    assert texts[1][0] == texts[1][1]
 
 
 def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,11 +157,8 @@ class SlotReader:
         self.slots, self._fused, self._least = slots, fused, 1 if fused is not None else least_rows
         self._sequences: list[list[int]] = []  # the tokens of each sequence
         self.prefixes: PrefixCache | None = None  # stores finished sequences for later prompts
-        if fused is not None:
-            self.cache = SlotCache(slots, length, fused.new_caches(slots, length))
-        else:
-            last = 1  # an extra slot for the filler tokens
-            self.cache = SlotCache(max(slots, self._least) + last, max(length, self._least))
+        rows, length = max(slots, self._least) + 1, max(length, self._least)  # with a slot for the filler tokens
+        self.cache = SlotCache(rows, length, () if fused is None else fused.new_caches(rows, length))
 
     @property
     def token_bytes(self) -> int:

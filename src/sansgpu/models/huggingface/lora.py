@@ -23,6 +23,8 @@ class LoraLinear(PeftLinear):
         if args or kwargs or adapter is None or source.numel() < MIN_ROWS * base.in_features:
             return super().forward(x, *args, **kwargs)
         quantized, matrices = isinstance(base, QuantizedLinear), (adapter.first, adapter.second)
+        if quantized and base.multiplies_codes(source):
+            return super().forward(x)
         if len(adapter.first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), *matrices):
             return super().forward(x)
         source = source.reshape(-1, base.in_features)
