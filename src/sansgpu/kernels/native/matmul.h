@@ -1,7 +1,7 @@
 // Multi-threaded matmuls of matrices of any size, composed of matmuls of tiles that fit in cache (product.h).
 //
-// First, B is packed into panels, and also A if its rows are not contiguous. Then threads take supertiles of C: groups of
-// neighboring tiles, whose operands are read several times from the L2 cache of a core. Each tile waits until its
+// First, B is packed into panels, and also A if its rows are not contiguous. Then threads take supertiles of C: groups
+// of neighboring tiles, whose operands are read several times from the L2 cache of a core. Each tile waits until its
 // operands are packed. B may be of any type that `pack_columns` supports; see quantized_rows.h. The summation order of
 // an element of C does not depend on the sizes of tiles and supertiles, so they may depend on the number of threads.
 #pragma once
