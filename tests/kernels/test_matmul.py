@@ -43,6 +43,7 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor, magnitudes: torch.Tenso
 @example(2, 9000, 900, "rows", "columns", torch.bfloat16, 0)
 @example(300, 70, 301, "columns", "rows", torch.bfloat16, 0)  # the kernel computes the transpose of this product
 @example(90, 70, 8195, "columns", "part", torch.float32, 0)
+@example(1100, 1290, 40, "rows", "columns", torch.float32, 0)  # several supertiles, some of which are cut off
 def test_matmul(
     native_kernels: str, rows: int, columns: int, terms: int, left: str, right: str, dtype: torch.dtype, seed: int
 ) -> None:
@@ -114,7 +115,9 @@ def test_matrices_that_do_not_match_are_refused(native_kernels: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 70), (257, 256, 192), (600, 33, 3), (300, 512, 520)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 40, 70), (257, 256, 192), (600, 33, 3), (300, 512, 520), (1100, 72, 1290)]
+)
 def test_results_do_not_depend_on_the_threads(
     native_kernels: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:

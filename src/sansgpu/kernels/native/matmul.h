@@ -1,11 +1,12 @@
 // Multi-threaded matmuls of matrices of any size, composed of matmuls of tiles that fit in cache (product.h).
 //
-// First, B is packed into panels, and also A if its rows are not contiguous. Then threads take tiles of C, which wait
-// until their operands are packed. B may be of any type that `pack_columns` supports; see quantized_rows.h. The
-// summation order of an element of C does not depend on the tile size, so the tile size may depend on the number of
-// threads.
+// First, B is packed into panels, and also A if its rows are not contiguous. Then threads take supertiles of C: groups
+// of neighboring tiles, whose operands are read several times from the L2 cache of a core. Each tile waits until its
+// operands are packed. B may be of any type that `pack_columns` supports; see quantized_rows.h. The summation order of
+// an element of C does not depend on the sizes of tiles and supertiles, so they may depend on the number of threads.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
@@ -18,6 +19,10 @@ constexpr int64_t MOST_ROWS = 128, LEAST_ROWS = 32;  // maximum and minimum rows
 // Tiles with fewer multiplications than this are not made smaller; this many take at least 20 microseconds.
 constexpr int64_t LEAST_WORK = 4 << 20;
 constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at once, which fit into shared caches
+// Maximum rows and columns of a supertile. A tile then needs an eighth of its rows and a quarter of its columns from
+// shared caches, if the L2 cache holds the columns of a supertile and the rows of two tiles.
+constexpr int64_t SUPERTILE_SIDE = 512;
+constexpr int64_t SUPERTILES = 3;  // minimum supertiles per thread, because threads may be of unequal speed
 constexpr int64_t GAP = 32;  // padding between packed rows of A, in values, which avoids cache conflicts
 
 // Returns the rows per tile of C. With many threads they are fewer, so that each thread gets several tiles.
@@ -94,13 +99,13 @@ class Multiplication {
     }
     for (int64_t pass = 0; pass < passes; ++pass) {
       std::vector<Part> parts;
-      int64_t turns = 0, units = 0;
+      int64_t turns = 0;
       for (int64_t i = 0; i < count; ++i) {
         if (pass >= all[i].passes()) continue;
-        parts.emplace_back(all[i], pass, turns, units);
+        parts.emplace_back(all[i], pass, turns);
         turns += parts.back().packs;
-        units = parts.back().end;
       }
+      const int64_t units = divide_into_units(parts);
       Turns packed(turns);
       parallel_units(units, [&](Units& drawn) {
         Buffer<float> sums(2 * rows * COLUMNS);
@@ -119,9 +124,11 @@ class Multiplication {
     Multiplication& of;
     int64_t m, n, k, down, across;  // first row, column and term; number of tiles in each direction
     int64_t packs_a, packs, turn;   // units that pack A; units that pack A or B; the turn of the first unit
-    int64_t start, end;             // range of its units in the region
+    int64_t tall = 1, wide = 1;     // tiles of a supertile in each direction
+    int64_t whole = 0;              // supertiles that are units; of the others, each tile is a unit
+    int64_t start = 0, end = 0;     // range of its units in the region
 
-    Part(Multiplication& of, int64_t pass, int64_t turn, int64_t start)
+    Part(Multiplication& of, int64_t pass, int64_t turn)
         : of(of),
           m(pass % of.strips() * of.strip_),
           n(pass / of.strips() % of.groups() * of.group_),
@@ -130,10 +137,42 @@ class Multiplication {
           across(divide_up(std::min(of.group_, of.c_.N - n), COLUMNS)),
           packs_a(of.pack_a_ ? down : 0),
           packs(packs_a + (m == 0 ? across : 0)),
-          turn(turn),
-          start(start),
-          end(start + packs + down * across) {}
+          turn(turn) {}
+
+    int64_t supertiles() const { return divide_up(down, tall) * divide_up(across, wide); }
+
+    // Chooses supertiles of at most `most` tiles. Sides of similar length need the fewest bytes of operands.
+    void form_supertiles(int64_t most) {
+      for (;;) {
+        const bool grows_down = tall * of.rows_ <= wide * COLUMNS;
+        int64_t& side = grows_down ? tall : wide;
+        const int64_t all = grows_down ? down : across, length = grows_down ? of.rows_ : COLUMNS;
+        if (2 * tall * wide > most || 2 * side > all || 2 * side * length > SUPERTILE_SIDE) return;
+        side *= 2;
+      }
+    }
   };
+
+  // Divides the parts of a region into units, and returns their number. The last supertiles, one for each thread, are
+  // divided into tiles, so that threads end at about the same time.
+  static int64_t divide_into_units(std::vector<Part>& parts) {
+    const int64_t threads = omp_get_max_threads();
+    int64_t tiles = 0, left = 0, units = 0;
+    for (const Part& part : parts) tiles += part.down * part.across;
+    for (Part& part : parts) {
+      part.form_supertiles(tiles / (SUPERTILES * threads));
+      left += part.supertiles();
+    }
+    for (Part& part : parts) {
+      const int64_t all = part.supertiles();
+      part.whole = std::clamp<int64_t>(left - threads, 0, all);
+      left -= all;
+      part.start = units;
+      units += part.packs + part.whole + (all - part.whole) * part.tall * part.wide;
+      part.end = units;
+    }
+    return units;
+  }
 
   int64_t strips() const { return divide_up(c_.M, strip_); }
   int64_t groups() const { return divide_up(c_.N, group_); }
@@ -144,19 +183,31 @@ class Multiplication {
     return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(P)) / ld_ / tile * tile));
   }
 
-  // Packs a strip of A or a panel of B, or computes a tile of C.
+  // Packs a strip of A or a panel of B, or computes a supertile or a tile of C.
   void run_unit(const Part& part, int64_t unit, Turns& packed, float* sums) {
-    const int64_t turn = part.turn;
     if (unit < part.packs) {
       unit < part.packs_a ? pack_strip(part.m, unit, part.n, part.k) : pack_panel(part.n, unit - part.packs_a, part.k);
-      return packed.pass(turn + unit);
+      return packed.pass(part.turn + unit);
     }
-    // The order of tiles rereads the smaller operand, which may stay in cache, for each part of the larger one.
-    const int64_t tile = unit - part.packs, down = part.down, across = part.across;
-    const int64_t y = down < across ? tile % down : tile / across, x = down < across ? tile / down : tile % across;
+    const int64_t size = part.tall * part.wide, supertile = unit - part.packs, single = supertile - part.whole;
+    if (single >= 0) return run_tile(part, part.whole + single / size, single % size, packed, sums);
+    for (int64_t i = 0; i < size; ++i) run_tile(part, supertile, i, packed, sums);
+  }
+
+  // Computes the i-th tile of a supertile, if it is inside of C.
+  void run_tile(const Part& part, int64_t supertile, int64_t i, const Turns& packed, float* sums) {
+    // The order of supertiles rereads the smaller operand, which may stay in cache, for each part of the larger one.
+    const int64_t down = divide_up(part.down, part.tall), across = divide_up(part.across, part.wide);
+    const int64_t first_y = (down < across ? supertile % down : supertile / across) * part.tall;
+    const int64_t first_x = (down < across ? supertile / down : supertile % across) * part.wide;
+    // Every second row of a supertile is computed from right to left, so that it begins with the panels that were used
+    // last. They are still in the L2 cache even if it is too small for all operands of a supertile.
+    const int64_t row = i / part.wide, column = i % part.wide;
+    const int64_t y = first_y + row, x = first_x + (row % 2 == 0 ? column : part.wide - 1 - column);
+    if (y >= part.down || x >= part.across) return;
     if (c_.symmetric && part.n + x * COLUMNS > part.m + y * COLUMNS) return;  // computed by mirroring its counterpart
-    if (pack_a_) packed.wait(turn + y, 1);
-    if (part.m == 0) packed.wait(turn + part.packs_a + x, 1);
+    if (pack_a_) packed.wait(part.turn + y, 1);
+    if (part.m == 0) packed.wait(part.turn + part.packs_a + x, 1);
     multiply_tile(part.m, y, part.n, x, part.k, sums);
   }
 
