@@ -14,7 +14,7 @@ MODEL ?= $(SMOLLM)
 # that it has (`supported`), or those of every set, as wheels contain them (`all`).
 KERNELS ?= best
 
-.PHONY: train test test-long sanitize smoke chat assistant graph lint site kernels setup clean
+.PHONY: train test test-long test-arm sanitize smoke chat assistant graph lint site kernels setup clean
 .PHONY: release-check check-version check-citation check-workflows check-image dist try-wheel
 
 # Arguments that train into a folder, or resume the run if there is one.
@@ -71,6 +71,10 @@ test-long: $(VENV)/ready kernels $(if $(filter Linux,$(shell uname)),sanitize)
 SANITIZER ?=
 sanitize: $(VENV)/ready
 	$(BIN)/python -m tests.kernels.sanitize $(SANITIZER)
+
+# The tests of kernels and a short run on ARM processors that qemu emulates, on Debian and Ubuntu.
+test-arm: $(VENV)/ready kernels
+	$(BIN)/python -m tests.kernels.emulate_arm $(PIP_ARGS) $(subst --index-url,--extra-index-url,$(cpu_index)) $(TORCH)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check src tests benchmarks tools examples docs

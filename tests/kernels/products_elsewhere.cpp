@@ -61,12 +61,36 @@ double worst_error() {
   return worst;
 }
 
+// Replaces terms by those that rotate_row turns into them. Its matrix is a symmetric one times signs.
+void rotate_back(float* x, int64_t terms) {
+  const auto multiply_signs = [=] {
+    each_piece(terms, [=](int64_t k, auto lines) {
+      for (int64_t i = 0; i < lines * LINE; ++i) x[k + i] *= sign_of(i / LINE, i % 4);
+    });
+  };
+  multiply_signs();
+  rotate_row(x, terms);
+  multiply_signs();
+}
+
+// Replaces K terms at a distance of `step` by those whose mantissas they are.
+template <typename P>
+void store_terms_of(float* x, int64_t K, int64_t step) {
+  if constexpr (ROTATES<P>) {
+    Buffer<float> terms(K);
+    for (int64_t k = 0; k < K; ++k) terms[k] = x[k * step];
+    each_block<P>(K, [&](int64_t k, int64_t count, int64_t) { rotate_back(terms + k, count); });
+    for (int64_t k = 0; k < K; ++k) x[k * step] = terms[k];
+  }
+}
+
 // Multiplies integers that block floating point represents exactly: every block has the largest mantissa of P.
 template <typename P>
 double integer_error(int64_t M, int64_t N, int64_t K, bool transposed, bool add) {
   constexpr int64_t LARGEST = BlockFormat<P>::LARGEST;
   const int64_t places = padded<P>(K), ld = places + PER_WORD<P>;
   Buffer<float> A(M * K), B(K * N), C(M * N), before(M * N);
+  Buffer<float> own_a(M * K), own_b(K * N);
   Buffer<P> left(M * ld), right(round_up(N, COLUMNS) * places);
   const auto integer = [](int64_t k) {
     draw();
@@ -76,8 +100,12 @@ double integer_error(int64_t M, int64_t N, int64_t K, bool transposed, bool add)
   for (int64_t i = 0; i < M * K; ++i) A[i] = integer(i % K);
   for (int64_t i = 0; i < K * N; ++i) B[i] = integer(transposed ? i % K : i / N);
   for (int64_t i = 0; i < M * N; ++i) before[i] = C[i] = integer(1);
-  pack_rows(Operand<float>{A, K, false}, M, K, static_cast<P*>(left), ld);
-  pack_columns(Operand<float>{B, transposed ? K : N, transposed}, N, K, static_cast<P*>(right));
+  std::copy_n(static_cast<float*>(A), M * K, static_cast<float*>(own_a));
+  std::copy_n(static_cast<float*>(B), K * N, static_cast<float*>(own_b));
+  for (int64_t i = 0; i < M; ++i) store_terms_of<P>(own_a + i * K, K, 1);
+  for (int64_t j = 0; j < N; ++j) store_terms_of<P>(own_b + (transposed ? j * K : j), K, transposed ? 1 : N);
+  pack_rows(Operand<float>{own_a, K, false}, M, K, static_cast<P*>(left), ld);
+  pack_columns(Operand<float>{own_b, transposed ? K : N, transposed}, N, K, static_cast<P*>(right));
   for (int64_t j = 0; j < N; j += PANEL<P>)
     product<P>(M, std::min(PANEL<P>, N - j), places, left, ld, right + j * places, PANEL<P>, C + j, N, add);
   double worst = 0;

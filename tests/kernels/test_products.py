@@ -1,6 +1,7 @@
 """Compares the matmul of native/product.h with float64, on every instruction set of this processor and emulated AMX."""
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from sansgpu.kernels.c_functions import Function, functions
 from sansgpu.kernels.library import load_library
 from sansgpu.machine.instruction_sets import ARM
 from tests.kernels.conftest import INSTRUCTION_SETS, SETS
+from tests.kernels.emulate_arm import PROCESSORS
 from tests.kernels.guarded import Guarded
 
 Library = Mapping[str, Function]
@@ -140,11 +142,17 @@ def arm_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [instructions.name for instructions in ARM])
 def test_products_of_arm(arm_build: Path, name: str) -> None:
-    """Compiles all kernels for ARM, and runs the products in an emulator."""
+    """Compiles all kernels for ARM, and runs the products on an emulated processor that has no better instructions."""
     subprocess.run(["cmake", "--build", str(arm_build), "--target", name, f"products_{name}"], check=True)
     assert (arm_build / f"{name}.so").exists()
-    program = ["qemu-aarch64", "-cpu", "max", str(arm_build / f"products_{name}")]
-    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    program = str(arm_build / f"products_{name}")
+    done = subprocess.run(
+        ["qemu-aarch64", "-cpu", PROCESSORS[name], program], check=True, capture_output=True, text=True
+    )
     errors = [float(error) for error in done.stdout.split()]
     assert len(errors) == 4
     assert max(errors) < 1
+    lower = {"neon_dotprod": "neon", "neon_bf16": "neon_dotprod"}.get(name)
+    if lower is not None:  # the products use the instructions after which the set is named
+        done = subprocess.run(["qemu-aarch64", "-cpu", PROCESSORS[lower], program], capture_output=True, check=False)
+        assert done.returncode == -signal.SIGILL

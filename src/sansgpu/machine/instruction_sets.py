@@ -41,8 +41,9 @@ X86 = (
 )
 ARM = (
     InstructionSet("portable"),  # no NEON intrinsics, although every 64-bit ARM processor has NEON
-    InstructionSet("neon", ("neon",)),
-    InstructionSet("neon_bf16", ("neon", "bf16"), bf16=True),
+    InstructionSet("neon", ("neon", "atomics")),  # compiled for ARMv8.2, whose atomic instructions ARMv8.0 lacks
+    InstructionSet("neon_dotprod", ("neon", "atomics", "dot"), int8=True),
+    InstructionSet("neon_bf16", ("neon", "atomics", "dot", "bf16"), bf16=True, int8=True),
 )
 OTHERS = (InstructionSet("portable"),)
 
