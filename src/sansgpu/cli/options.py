@@ -155,11 +155,7 @@ TemplateVariableOption = Annotated[
 ]
 # The type is Any because `parse` returns Precision, whose import takes long.
 PrecisionOption = Annotated[
-    Any,
-    precision_option(
-        "as in training, but fp32 for runs in bf16 without bf16 here; for models that are not runs, int8 if that is "
-        "faster on this machine, otherwise fp32."
-    ),
+    Any, precision_option("as in training; fp32 for models that are not runs, and for runs in bf16 without bf16 here.")
 ]
 GenerationPrecisionOption = Annotated[Any, precision_option("bf16 if this machine multiplies it, otherwise fp32.")]
 SnapshotOption = Annotated[

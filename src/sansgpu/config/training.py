@@ -176,8 +176,9 @@ class TrainingConfig(Section):
     precision: Precision = Field(
         "auto",
         description="precision of matrix products; int16: 16-bit integers in block floating point, only with sansgpu's "
-        "kernels; int8: 8-bit integers, only with sansgpu's kernels; auto: the fastest on this computer of fp32, int8 "
-        "where the processor has instructions for it, and bf16 where it has, otherwise int16",
+        "kernels; int8: 8-bit integers, only with sansgpu's kernels; auto: the fastest of fp32, bf16 (int16 on a "
+        "processor without instructions for it) and, without a pretrained model, int8 on a processor with instructions "
+        "for it",
     )
     use_amp: bool | None = Field(None, description="true: same as precision auto; false: same as precision fp32")
     compile: Switch = Field(

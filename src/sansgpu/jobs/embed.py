@@ -146,8 +146,7 @@ def open_encoder(model: ModelRequest, warn: Warn, progress: ReportProgress) -> T
     """
     loaded = open_model(model, "embed", warn, progress)
     if not loaded.is_precision_chosen and _multiplies(loaded):
-        chosen = resolve_precision(TrainingConfig(), loaded.device, library.available(), takes_int8=False)
-        loaded = _in_precision(loaded, chosen)
+        loaded = _in_precision(loaded, resolve_precision(TrainingConfig(), loaded.device, library.available()))
     if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model)
     return loaded

@@ -16,7 +16,7 @@ from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.matmul import Integer, Matmul, MatmulPrecision, is_native, multiply
+from sansgpu.kernels.matmul import Integer, Matmul, MatmulPrecision, is_native, matmul_into, multiply
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 PLAIN_ROWS = 256  # tokens per chunk in plain torch, which holds several tensors of the size of the logits
@@ -168,7 +168,7 @@ class HeadOperands:
         """Returns the sum of the rows of the weight, (D,) fp32."""
         parts = self.weight.split(len(self.weight) if self.format == NOT_QUANTIZED else SUMMED_ROWS)
         values = (as_values(part, self.format, self.hidden.dtype) for part in parts)
-        return sum(rows.sum(0, dtype=torch.float32) for rows in values)  # type: ignore[return-value]
+        return sum(_sum_of_rows(rows) for rows in values)  # type: ignore[return-value]
 
     def buffer(self) -> torch.Tensor | None:
         """Returns memory for a chunk's logits, or None without gradients.
@@ -258,12 +258,19 @@ def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple
         if chunk.above is not None:
             hits += (chunk.above == 0).sum()
     if uniform:  # label smoothing reduces the gradient of every logit by this constant
-        hidden_sum, weight_sum = head.hidden.sum(0, dtype=torch.float32), head.column_sums()
+        hidden_sum, weight_sum = _sum_of_rows(head.hidden), head.column_sums()
         total -= uniform * (hidden_sum * weight_sum).sum()
         for grad, summed in ((head.hidden_grad, weight_sum), (head.weight_grad, hidden_sum)):
             if grad is not None:
                 grad.sub_(uniform * summed)
     return total, hits
+
+
+def _sum_of_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Returns the sum (D,) fp32 of the rows of a matrix; torch's depends on the number of threads."""
+    total = matrix.new_empty(1, matrix.shape[1], dtype=torch.float32)
+    matmul_into(total, matrix.new_ones(1, len(matrix)), matrix)
+    return total[0]
 
 
 def native_chunks(

@@ -264,8 +264,6 @@ struct StepLayer {
   void* keys;  // packed KV caches (slots, K)
   void* values;
 };
-SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int64_t N, int64_t terms, void* to);
-SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms);
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, double eps,
     const struct StepLayer* layers, const float* last_norm, const struct StepWeight* head, float* x, const float* cos,
     const float* sin, const int64_t* slots, const int64_t* positions, const int64_t* chosen, void* logits);
@@ -273,6 +271,10 @@ SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, 
 // native/newton_schulz.cpp
 SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
     const float* matrices, void* out, const float* coefficients, int64_t steps);
+
+// native/step_weights.cpp
+SANSGPU_KERNEL void pack_step_weight(int64_t precision, const void* weight, int64_t N, int64_t terms, void* to);
+SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms);
 
 // native/update.cpp
 SANSGPU_CONSTANT(MOMENT_GROUP, 256);  // values of 8-bit moments that share a scale

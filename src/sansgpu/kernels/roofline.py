@@ -135,7 +135,7 @@ def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, preci
 
 
 def resolve_precision(
-    training: TrainingConfig, device: torch.device, ours: bool = False, takes_int8: bool = True
+    training: TrainingConfig, device: torch.device, ours: bool = False, takes_int8: bool = False
 ) -> str:
     """Returns the precision of matmuls: `auto` becomes the fastest one that trains as well as fp32.
 

@@ -122,7 +122,7 @@ def this_machine(config: Config) -> Processor:
     """Measures matrix products on this machine, which takes tenths of a second."""
     threads = resolve_threads(config.training)
     torch.set_num_threads(threads)
-    precision = resolve_precision(config.training, torch.device("cpu"), library.load() is None)
+    precision = resolve_precision(config.training, torch.device("cpu"), library.load() is None, takes_int8=True)
     name = f"this one, {counted(threads, 'core')}"
     return Processor(name, threads, precision, peak_gemm_rate(cache_dir(None), precision, "cpu", threads))
 

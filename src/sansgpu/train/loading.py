@@ -15,7 +15,7 @@ from sansgpu.config.training import Precision
 from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
-from sansgpu.kernels.roofline import int8_if_faster, resolve_precision
+from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
 from sansgpu.models.formats.folders import DECODER_CLASSES
 from sansgpu.models.formats.gguf_source import is_gguf
@@ -178,10 +178,7 @@ def _set_up(source: ModelSource, wanted: Precision, warn: Warn) -> tuple[torch.d
         )
     if wanted != "auto":
         return device, wanted
-    if source.snapshot is not None:
-        precision = str(source.snapshot.state()["environment"]["precision"])
-    else:
-        precision = int8_if_faster("fp32") if device.type == "cpu" else "fp32"
+    precision = str(source.snapshot.state()["environment"]["precision"]) if source.snapshot else "fp32"
     if device.type != "cpu" or precision == "bf16":
         precision = resolve_precision(training, device)
     if precision in INTEGERS and kernels == "torch":
