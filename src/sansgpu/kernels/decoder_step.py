@@ -154,17 +154,18 @@ class DecoderStep:
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        places: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        positions: torch.Tensor,
         caches: Sequence[PackedCache],
         chosen: torch.Tensor,
     ) -> torch.Tensor:
         """Adds tokens to sequences; returns the logits (L, V) of the tokens that follow the `chosen` ones (L,).
 
-        x (N, D) are the tokens' embeddings, cos and sin (N, d) their rotary angles, and `places` their slots and their
-        positions in the caches, each (N,) int64. The tokens of a sequence follow each other. `chosen` are ascending
-        indices of tokens.
+        x (N, D) are the tokens' embeddings, cos and sin (N, d) their rotary angles, and `slots` and `positions` (N,)
+        int64 say where the caches have them. The tokens of a sequence follow each other. `chosen` are ascending indices
+        of tokens.
         """
-        slots, positions = (place.contiguous() for place in places)
+        slots, positions = slots.contiguous(), positions.contiguous()
         count, capacity = len(positions), caches[0].length
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
         fits = int(positions.max()) < capacity and int(slots.max()) < caches[0].slots

@@ -81,9 +81,11 @@ def pack_codes(model: nn.Module, may_fill_memory: bool = False) -> None:
 
 
 def has_only_codes(model: nn.Module) -> bool:
-    """Returns whether all linear layers of a model have packed codes, with which a row does not depend on others."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return bool(layers) and all(isinstance(layer, QuantizedLinear) and layer.codes is not None for layer in layers)
+    """Returns whether a model multiplies only packed codes, so that a row of its layers does not depend on others."""
+    modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    layers = [module for module in modules if isinstance(module, QuantizedLinear)]
+    matrices = (weight for module in modules for weight in module.parameters(recurse=False) if weight.ndim > 1)
+    return bool(layers) and all(layer.codes is not None for layer in layers) and not any(True for _ in matrices)
 
 
 def matrix_of(layer: nn.Linear | nn.Embedding) -> Matrix:

@@ -258,9 +258,9 @@ class SlotReader:
         positions = self.cache.positions
         with torch.inference_mode():
             if self._fused is not None:
-                places = self.cache.document_ids, positions
+                slots, packed = self.cache.document_ids, self.cache.packed
                 x, cos, sin = self.embedded(ids.flatten(), positions)
-                return self._fused(x, cos, sin, places, self.cache.packed, torch.tensor(chosen))
+                return self._fused(x, cos, sin, slots, positions, packed, torch.tensor(chosen))
             filled = [*chosen, *chosen[:1] * (self._least - len(chosen))]
             return self.logits(ids, positions.view_as(ids), torch.tensor(filled))[: len(chosen)]
 
