@@ -1,11 +1,11 @@
 // One decoding step: computes new tokens of several sequences through all layers of a decoder.
 // kernels/decoder_step.py describes the layout.
 //
-// N new tokens, of which L get logits, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V vocabulary, S tokens per
-// KV cache. Plain weights are packed once, because packing them in every step would take a third of the time of its
-// matmuls. Packed weights may be integers of 8 bits (block floats) or the codes of quantized weights (code_tiles.h).
-// Quantized weights that are not packed, because memory would not hold the copy, are dequantized in every step. Each
-// value is computed in the same order for any number of rows and threads.
+// N new tokens, of which L get logits, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V
+// vocabulary, S tokens per KV cache. Plain weights are packed once, because packing them in every step would take a
+// third of the time of its matmuls. Packed weights may be integers of 8 bits (block floats) or the codes of quantized
+// weights (code_tiles.h). Quantized weights that are not packed, because memory would not hold the copy, are
+// dequantized in every step. Each value is computed in the same order for any number of rows and threads.
 
 #include <algorithm>
 #include <vector>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t TILE = STEP_TILE;
 constexpr int64_t WIDENED = 512;    // terms of a quantized tile that are dequantized at once
-constexpr int64_t MOST_TOKENS_OF_RUN = 8;  // of a sequence, whose attention a thread computes together
+constexpr int64_t MOST_TOKENS_OF_RUN = 8;  // tokens of a sequence whose attention a thread computes together
 constexpr int64_t MOST_ROWS_OF_PART = 128;  // more rows would not stay in the L2 cache
 constexpr int64_t LEAST_ROWS = 32;  // rows are split only above this number, if there are too few tiles
 constexpr int64_t TOGETHER = std::extent_v<decltype(StepLayer::qkv)>;  // maximum weights in one parallel region
@@ -369,7 +369,7 @@ class Step {
   }
 
   const StepSizes s_;
-  int64_t rows_;  // of the inputs of weights: N, and L for the head
+  int64_t rows_;  // rows of the inputs of weights: N, and L for the head
   const NormOptions options_;
   float* const x_;
   const float *const cos_, *const sin_;
