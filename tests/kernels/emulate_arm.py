@@ -1,7 +1,7 @@
 """Runs the kernel tests and short training runs on ARM processors that qemu emulates: `make test-arm`.
 
 Debian's Python for arm64 and the packages' wheels for it are unpacked into build/arm once, without root. The arguments
-are those of pip that install torch, e.g. its version and the address of an index.
+are passed to pip to install torch: its version and, where needed, the address of an index.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def losses(python: str, precision: str, environment: dict[str, str]) -> list[flo
     """Trains a tiny model, resumes the run and generates text. Returns the loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
         sansgpu, into = [python, "-m", "sansgpu"], ["--output-dir", f"{folder}/run"]
-        own = {**environment, "SANSGPU_CACHE": f"{folder}/cache"}  # which holds speeds that a processor reached
+        # The cache holds speeds measured on one processor, which do not apply to the other.
+        own = {**environment, "SANSGPU_CACHE": f"{folder}/cache"}
         changes = {
             "training.precision": precision, "training.logging_steps": 1, "training.report_to": "none",
             "training.threads": 2, "data.dataset_name": "docs/train.md",

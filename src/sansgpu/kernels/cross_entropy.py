@@ -318,7 +318,8 @@ def _add_gradients(
         rows = torch.mul(hidden, (shares * scales)[:, None], out=scaled)
         library.call("cross_entropy_weight", *hidden.shape, len(head.weight), exponentials, rows, add, head.weight_grad)
     else:
-        if precision in (MatmulPrecision.INT8, MatmulPrecision.INT8_OF_BF16):  # where tokens share a scale
+        if precision in (MatmulPrecision.INT8, MatmulPrecision.INT8_OF_BF16):
+            # The tokens of a block share a scale, so their exponentials must have the same unit.
             shares, exponents = torch.frexp(shares)
             exponentials.mul_(torch.ldexp(torch.ones_like(shares), exponents)[:, None].to(exponentials.dtype))
         rows = torch.mul(hidden, shares[:, None], out=scaled)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -256,7 +255,7 @@ def step_of(
     if not _takes(found, last_norm, head, head_dim, dtype):
         return None
     weights = [head, *(weight for one in found for weight in one.weights)]
-    allowed = inf if may_fill_memory else memory_for_copies()
+    allowed = memory_for_copies(may_fill_memory)
     size = sum(_packed_bytes(weight.matrix, integer) for weight in weights)
     if size > allowed:
         return None

@@ -8,6 +8,7 @@ per product, so no dequantized copy is in memory. N rows, I inputs, O outputs, R
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -210,9 +211,9 @@ def bytes_of_codes(weights: Sequence[QuantizedWeight]) -> int:
     )
 
 
-def memory_for_copies() -> float:
-    """Returns how many bytes packed copies of the weights of a model may have."""
-    return PACKED_RATIO * available_memory(torch.device("cpu"))
+def memory_for_copies(may_fill_memory: bool) -> float:
+    """Returns how many bytes packed copies of the weights of a model may have; any number with `may_fill_memory`."""
+    return inf if may_fill_memory else PACKED_RATIO * available_memory(torch.device("cpu"))
 
 
 def code_linear(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from math import inf
 from typing import Any, cast
 
 import torch
@@ -70,12 +69,12 @@ def pack_codes(model: nn.Module, may_fill_memory: bool = False) -> None:
     With `may_fill_memory`, any size is allowed.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    weights = {layer.blocks.data.data_ptr(): layer.blocks for layer in layers}
-    allowed = inf if may_fill_memory else memory_for_copies()
-    if not layers or not library.available() or bytes_of_codes(list(weights.values())) > allowed:
+    shared = {layer.blocks.data.data_ptr(): layer.blocks for layer in layers}
+    weights = list(shared.values())
+    if not layers or not library.available() or bytes_of_codes(weights) > memory_for_copies(may_fill_memory):
         return
-    packed = PackedCodes(list(weights.values()))
-    copies = {key: packed.pack(weight) for key, weight in weights.items()}
+    packed = PackedCodes(weights)
+    copies = {key: packed.pack(weight) for key, weight in shared.items()}
     for layer in layers:
         layer.codes = copies[layer.blocks.data.data_ptr()]
 

@@ -338,15 +338,14 @@ namespace {
 template <typename T>
 void multiply_by_codes(int64_t format, int64_t parts, int64_t M, int64_t N, int64_t terms, const T* x,
                        const uint8_t* tiles, const float* bias, T* y) {
-  constexpr int64_t ROWS = 128;  // multiplied with a tile at a time
   const int64_t row_bytes = integer_row_bytes(parts, terms), tile_size = code_tile_bytes(format, terms);
-  const int64_t bands = divide_up(M, ROWS);
+  const int64_t bands = divide_up(M, MOST_ROWS);
   Buffer<uint8_t> packed(M * row_bytes);
   parallel_each(M, [&](int64_t row) { pack_integer_row(parts, x + row * terms, terms, packed + row * row_bytes); });
   parallel_units(divide_up(N, STEP_TILE) * bands, [&](Units& units) {
-    Buffer<float> sums(std::min(M, ROWS) * STEP_TILE);
+    Buffer<float> sums(std::min(M, MOST_ROWS) * STEP_TILE);
     for (int64_t unit; units.draw(unit);) {
-      const int64_t tile = unit / bands, first = unit % bands * ROWS, rows = std::min(ROWS, M - first);
+      const int64_t tile = unit / bands, first = unit % bands * MOST_ROWS, rows = std::min(MOST_ROWS, M - first);
       const int64_t column = tile * STEP_TILE, columns = std::min(STEP_TILE, N - column);
       multiply_code_tile(format, parts, terms, tiles + tile * tile_size, rows, packed + first * row_bytes, sums);
       const StoreWithBias<T> store{y, N, bias};

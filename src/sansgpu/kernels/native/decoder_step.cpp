@@ -24,8 +24,6 @@ namespace {
 constexpr int64_t TILE = STEP_TILE;
 constexpr int64_t WIDENED = 512;    // terms of a quantized tile that are dequantized at once
 constexpr int64_t MOST_TOKENS_OF_RUN = 8;  // tokens of a sequence whose attention a thread computes together
-constexpr int64_t MOST_ROWS_OF_PART = 128;  // more rows would not stay in the L2 cache
-constexpr int64_t LEAST_ROWS = 32;  // rows are split only above this number, if there are too few tiles
 constexpr int64_t TOGETHER = std::extent_v<decltype(StepLayer::qkv)>;  // maximum weights in one parallel region
 static_assert(TILE % PANEL<float> == 0 && TILE % PANEL<bf16> == 0, "the panels of a tile are whole");
 static_assert(WIDENED % GROUP == 0, "quantized values are widened in groups");
@@ -105,7 +103,7 @@ class Step {
   // Calls work(tile, first row, rows, space) for each of `tiles` tiles and each part of the rows.
   template <typename F>
   void each_part(int64_t tiles, const F& work) {
-    int64_t rows = std::min(rows_, MOST_ROWS_OF_PART);
+    int64_t rows = std::min(rows_, MOST_ROWS);
     while (rows > LEAST_ROWS && tiles * divide_up(rows_, rows) < 4 * omp_get_max_threads()) rows = divide_up(rows, 2);
     const int64_t parts = divide_up(rows_, rows);
     parallel_units(tiles * parts, [&](Units& units) {
