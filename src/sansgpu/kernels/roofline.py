@@ -18,16 +18,15 @@ from sansgpu.config.training import TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, integer_of, multiply
 from sansgpu.machine.cache_folder import cache_dir
-from sansgpu.machine.measurements import best_known, best_measurement
-from sansgpu.machine.probe import has_native_bf16, is_emulated, tensor_dtype
+from sansgpu.machine.measurements import best_measurement, cached_measurement
+from sansgpu.machine.probe import has_native_bf16, is_emulated, one_thread, tensor_dtype
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
 SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this is estimated from one of this size
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
-LAYER_ROUNDS = 2  # times that each precision is timed
-CLEAR_RATIO = 1.5  # precisions whose speeds differed by more than this before are not timed again
+LAYER_ROUNDS = 3  # times that each precision is timed
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
 
@@ -160,22 +159,21 @@ def int8_if_faster(precision: str) -> str:
 def is_faster(precision: str, other: str, ours: bool) -> bool:
     """Returns whether a typical linear layer is faster in one precision than in another, with our kernels if `ours`.
 
-    Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout. Other
-    programs make a measurement too slow, never too fast, so the best ones count: of this process, which measures
-    alternately, and of earlier processes. If those differ by more than CLEAR_RATIO, this process does not measure.
+    Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout. This is
+    measured once on this machine, alternately and in one thread. Then it is cached, whatever other programs did
+    meanwhile, because a run's results depend on it: all its processes and repetitions must choose alike.
     """
-    folder = cache_dir(None)
-    of_layer = {
-        "gemm": [LAYER_TOKENS, LAYER_WIDTH, LAYER_WIDTH],
-        "kernels": library.name() if ours else f"torch {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-    }
-    keys = {name: {**of_layer, "precision": name} for name in (precision, other)}
-    best = {name: best_known(folder, key) for name, key in keys.items()}
-    if 0 < CLEAR_RATIO * min(best.values()) < max(best.values()):
-        return best[precision] > best[other]
-    for _ in range(LAYER_ROUNDS):
-        for name, key in keys.items():
-            seconds = product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), name, 0.0, ours)
-            best[name] = best_measurement(folder, key, 1 / seconds)
-    return best[precision] > best[other]
+    shape = (LAYER_WIDTH, LAYER_WIDTH)
+    kernels = library.name() if ours else f"torch {torch.backends.cpu.get_cpu_capability()}"
+    key = {"faster": sorted((precision, other)), "gemm": [LAYER_TOKENS, *shape], "kernels": kernels}
+
+    def measure() -> dict[str, float]:
+        best = dict.fromkeys((precision, other), float("inf"))
+        with one_thread():
+            for _ in range(LAYER_ROUNDS):
+                for name, seconds in best.items():
+                    best[name] = min(seconds, product_seconds(LAYER_TOKENS, shape, name, 0.0, ours))
+        return best
+
+    seconds = cached_measurement(cache_dir(None), key, measure, keep_disturbed=True)
+    return bool(seconds[precision] < seconds[other])

@@ -20,11 +20,13 @@ MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU ti
 ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9, "int16": 55e9, "int8": 100e9}
 
 
-def cached_measurement(cache: Path, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def cached_measurement(
+    cache: Path, key: dict[str, Any], measure: Callable[[], dict[str, Any]], keep_disturbed: bool = False
+) -> dict[str, Any]:
     """Returns the cached result of a measurement on this processor model, or calls `measure` and caches its result.
 
-    `key` has the name of the measurement and everything else that the result depends on. Results are not cached if
-    other programs used the cores meanwhile. Read and write errors of the cache are ignored.
+    `key` has the name of the measurement and everything else that the result depends on. Unless `keep_disturbed`,
+    results are not cached if other programs used the cores meanwhile. Read and write errors of the cache are ignored.
     """
     path, text = _file_and_key(cache, key)
     known = _read(path, text)
@@ -34,7 +36,7 @@ def cached_measurement(cache: Path, key: dict[str, Any], measure: Callable[[], d
     result = measure()
     usage = load.sample()
     disturbed = usage["other_cores"] + usage["stolen_cores"] > BUSY_CORES
-    if not (disturbed and time.perf_counter() - start > MIN_SECONDS):
+    if keep_disturbed or not (disturbed and time.perf_counter() - start > MIN_SECONDS):
         _write(path, text, result)
     return result
 
@@ -44,16 +46,12 @@ def best_measurement(cache: Path, key: dict[str, Any], measured: float) -> float
 
     Read and write errors of the cache are ignored.
     """
-    if measured <= (known := best_known(cache, key)):
+    path, text = _file_and_key(cache, key)
+    known = _read(path, text)
+    if isinstance(known, float) and measured <= known < float("inf"):
         return known
-    _write(*_file_and_key(cache, key), measured)
+    _write(path, text, measured)
     return measured
-
-
-def best_known(cache: Path, key: dict[str, Any]) -> float:
-    """Returns the largest value ever measured for `key` on this processor model, or 0 if there is none."""
-    known = _read(*_file_and_key(cache, key))
-    return known if isinstance(known, float) and 0 < known < float("inf") else 0.0
 
 
 def _file_and_key(cache: Path, key: dict[str, Any]) -> tuple[Path, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 import psutil
@@ -165,6 +166,17 @@ def has_bf16_tensors(precision: str) -> bool:
     They are bf16 in bf16, and in int8 on processors that multiply bf16.
     """
     return precision == "bf16" or (precision == "int8" and has_native_bf16())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context that limits torch to one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def tensor_dtype(precision: str) -> torch.dtype:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels.pointwise import Activation
+from sansgpu.machine.probe import one_thread
 from sansgpu.models.decoder import DecoderBlock, FeedForward, TransformerLM
-from sansgpu.models.modules import one_thread
 
 DISCOUNT = 0.75  # usual in Kneser-Ney smoothing
 MAX_RANK = 512  # bounds the time for large models

@@ -41,17 +41,6 @@ def narrow_matrices(model: nn.Module, layers: type[nn.Module] = nn.Module) -> No
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Context that limits torch to one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
 def narrowed_matrices(model: nn.Module) -> Iterator[None]:
     """Context in which the matrices of a model are in bf16, as in training with bf16 precision."""
     wide = [(parameter, parameter.data) for parameter in model.parameters()]

@@ -25,8 +25,8 @@ from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels.linear import linear
+from sansgpu.machine.probe import one_thread
 from sansgpu.models.huggingface.sentence_embedding import LINEAR_HEAD, LinearHead, pool, read_linear_head, write_layout
-from sansgpu.models.modules import one_thread
 from sansgpu.tasks.classify.data import LabeledCorpus
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.classify.settings import FEW_SHOT
