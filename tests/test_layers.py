@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "sansgpu"
 FLOORS = [
     {"cli", "api"},
+    {"studio"},
     {"jobs"},
     {"views"},
     {"planning"},

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.parse import finish_time
 from sansgpu.config.wording import counted
 from sansgpu.planning.forecast import Forecast
 from sansgpu.tasks.configuration import load_config
-from sansgpu.train.run_length import Budget, finish_time
+from sansgpu.train.run_length import Budget
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
 from sansgpu.views.record import RunRecord
 from tests.processes import Captured, events_of, json_of, printed, settings, train, write_corpus

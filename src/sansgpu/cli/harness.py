@@ -37,7 +37,7 @@ TaskCodeOption = Annotated[
 
 def refuse_other_data(given: Any, option: str) -> None:
     """Raises BadParameter for options of `sansgpu eval` about what to evaluate, which `option` decides."""
-    for name in ("data", "window", "link_prediction", "mteb", "reward"):
+    for name in ("data", "window", "link_prediction", "mteb", "reward", "predictions"):
         if f"--{name}" != option and getattr(given, name) not in (None, False):
             raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {option}; remove it")
 

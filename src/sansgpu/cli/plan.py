@@ -174,8 +174,7 @@ def _show_what_fits(given: _PlanOptions) -> None:
 def _seconds_until(time: str) -> float:
     """Returns the seconds until a time of day or a date and time. Raises ConfigError."""
     from sansgpu.config import ConfigError
-    from sansgpu.config.parse import normal_time
-    from sansgpu.train.run_length import finish_time
+    from sansgpu.config.parse import finish_time, normal_time
 
     try:
         finish = finish_time(normal_time(time), datetime.now())

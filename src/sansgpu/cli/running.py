@@ -20,8 +20,8 @@ from sansgpu.version import __version__
 # Within a heading, commands with subcommands come last.
 _COMMANDS = {
     "Start": {
-        "init": "start:init", "data": "data:data", "doctor": "start:doctor", "plan": "plan:plan",
-        "bench": "start:bench",
+        "studio": "studio:studio", "init": "start:init", "data": "data:data", "doctor": "start:doctor",
+        "plan": "plan:plan", "bench": "start:bench",
     },
     "Train": {"train": "train:train", "tune": "train:tune", "distill": "train:distill"},
     "Look": {"runs": "look:list_runs", "report": "look:report", "snapshots": "look:snapshots"},

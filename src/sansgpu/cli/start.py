@@ -142,6 +142,7 @@ class _InitOptions:
         str | None, option("Model to fine-tune: run folder, Hugging Face model or GGUF file.", _ANSWERS)
     ] = None
     hours: Annotated[str | None, option("Training time, e.g. 2h or 30m.", _ANSWERS, metavar="TIME")] = None
+    override: OverrideOption = None
     cores: Annotated[
         int | None,
         option(
@@ -211,7 +212,9 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
         model = ask("--model", "Which model to start from? A folder, a GGUF file or a Hub name", base, lambda _: None)
     if cores is None and memory is None:
         cores, memory = _machine(ask)
-    answers = InitAnswers(text, task, 1.0, model, cores, None if memory is None else _bytes(memory))
+    answers = InitAnswers(
+        text, task, 1.0, model, cores, None if memory is None else _bytes(memory), tuple(given.override or ())
+    )
     hours = given.hours
     if hours is None:
         question = "How long may training take? Hours or minutes, e.g. 2h or 30m"

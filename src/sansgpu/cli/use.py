@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,6 +80,14 @@ class _EvaluateOptions:
     apply_chat_template: ChatTemplateOption = False
     trust_remote_code: TaskCodeOption = False
     objective: ObjectiveOption = None
+    predictions: Annotated[
+        Path | None,
+        path_option(
+            "Also write each row with its label and prediction, as JSON lines. For models that `predict` supports, and "
+            "for reinforcement learning.",
+            "FILE",
+        ),
+    ] = None
     reward: Annotated[
         str | None,
         option(
@@ -117,6 +126,12 @@ def evaluate(given: _EvaluateOptions) -> None:
         return
     if given.data is not None:
         check_tables_for(given.run, given.data)
+    if given.predictions is not None:
+        from sansgpu.files.ownership import require_file
+
+        if given.link_prediction:
+            raise typer.BadParameter("--predictions has no effect with --link-prediction; remove it")
+        require_file(given.predictions)
     from sansgpu.events.event import finite
     from sansgpu.views.tables import print_link_prediction
     from sansgpu.views.terminal import Terminal
@@ -129,7 +144,8 @@ def evaluate(given: _EvaluateOptions) -> None:
         if given.link_prediction:
             result = link_prediction(model, given.data, given.limit, bar, warn)
         else:
-            event, settings = evaluate_model(model, given.data, given.window, bar, warn, given.reward)
+            write = None if given.predictions is None else partial(write_json_lines, output=given.predictions)
+            event, settings = evaluate_model(model, given.data, given.window, bar, warn, given.reward, write)
     if given.link_prediction:
         print_result(result, given.as_json, print_link_prediction)
         return

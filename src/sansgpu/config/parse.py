@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from copy import deepcopy
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,21 @@ def normal_time(text: str) -> str:
     except ValueError:
         raise ValueError(f"{truncate(text)} is not a time; write 18:00, 6PM or 2030-01-31T18:00") from None
     return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
+
+
+def finish_time(until: str, now: datetime) -> datetime:
+    """Returns the next occurrence of a clock time such as `07:00`, or the given date and time.
+
+    Raises ConfigError if the date and time are in the past.
+    """
+    if "T" not in until:
+        clock = datetime.strptime(until, "%H:%M")
+        today = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+        return today if today > now else today + timedelta(days=1)
+    finish = datetime.fromisoformat(until)
+    if finish <= now:
+        raise ConfigError(f"training.until is {until}, which is in the past; set a later time with --until.")
+    return finish
 
 
 def read_values(path: Path) -> Values:

@@ -143,8 +143,9 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Purpose:
-    """The description of a task in `sansgpu init`, and the settings that it suggests."""
+    """The description of a task in `sansgpu init` and the studio, and the settings that it suggests."""
 
+    title: str  # names the model
     words: str  # completes "a model to ..."
     rows: str  # the data it needs
     model: str | None = None  # suggested base model; None: trained from scratch

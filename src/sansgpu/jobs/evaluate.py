@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sansgpu.config import ConfigError, TaskSettings
@@ -14,6 +15,7 @@ from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
 from sansgpu.planning.resolve import prepare_data
+from sansgpu.tasks.evaluation import RowPredictor
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
@@ -28,11 +30,12 @@ def evaluate_model(
     progress: ReportProgress,
     warn: Warn,
     reward: str | None = None,
+    write_rows: Callable[[Iterable[dict[str, Any]]], None] | None = None,
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
-    `reward` replaces the reward that a run was trained with; it may be Python code. Raises ConfigError if the model or
-    the data cannot be used.
+    `reward` replaces the reward that a run was trained with; it may be Python code. `write_rows` is called with
+    all rows and their predictions. Raises ConfigError if the model or the data cannot be used.
     """
     target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"
@@ -61,6 +64,8 @@ def evaluate_model(
     evaluator = task_class.evaluator_for(loaded, request)
     if isinstance(evaluator, PredictionWriter):
         require_run(source.path)
+    if write_rows is not None and not isinstance(evaluator, RowPredictor):
+        raise ConfigError(f"models of task {config.task} make no predictions for rows; remove --predictions.")
     execution = Execution(task_class.evaluation_batch(config), precision=loaded.precision, device=loaded.device)
     metrics = evaluate(evaluator, execution, progress=progress)
     assert metrics is not None
@@ -68,6 +73,8 @@ def evaluate_model(
         metrics = evaluator.detailed(metrics)
     if isinstance(evaluator, PredictionWriter):
         evaluator.save(source.path)
+    if write_rows is not None and isinstance(evaluator, RowPredictor):
+        write_rows(evaluator.predicted_rows(loaded.tokenizer))
     return {"event": "eval", "step": source.step, **metrics}, task_class.settings
 
 

@@ -81,17 +81,6 @@ def memory_for_run(device: torch.device, processes: int = 1) -> int:
     return (share if left is None else min(share, max(0, left - RESERVED_BYTES))) + held_memory(device)
 
 
-def free_descriptors() -> int | None:
-    """Returns how many more files and connections this process may open; None: there is no limit, or it is unknown."""
-    try:
-        import resource  # not on Windows
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return None if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/dev/fd"))
-    except (ImportError, OSError):
-        return None
-
-
 def resolve_threads(training: TrainingConfig) -> int:
     """Returns the number of compute threads: as configured, else OMP_NUM_THREADS, else the usable cores."""
     return (threads_from_environment() or available_cores()) if training.threads == "auto" else training.threads

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.config.parse import normal_time, whole_number
+from sansgpu.config.parse import finish_time, normal_time, whole_number
 from sansgpu.config.schema import Config
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import truncate
@@ -23,7 +23,7 @@ from sansgpu.planning.resolve import seconds_allowed
 from sansgpu.planning.results import MemoryChange, Projection, RunPlan
 from sansgpu.tasks.task import ReferenceCorpus
 from sansgpu.train.run import EVALUATED_IN_A_STEP, TrainingRun
-from sansgpu.train.run_length import DISK_BYTES_PER_SECOND, finish_time
+from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
 from sansgpu.train.schedule import ONE_PHASE, UNKNOWN_STEPS, StepPhases
 
 ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products

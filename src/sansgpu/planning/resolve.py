@@ -12,6 +12,7 @@ import torch
 
 from sansgpu.config import ConfigError, UnreachableError, change_config
 from sansgpu.config.learning_rate import rate_for_width
+from sansgpu.config.parse import finish_time
 from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
 from sansgpu.config.section import AUTO
@@ -36,7 +37,6 @@ from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun, phases_of, shared_tokens
-from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import (
     AUTO_FREEZE_EPOCHS,
     UNKNOWN_STEPS,

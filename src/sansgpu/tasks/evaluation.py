@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
@@ -210,6 +210,14 @@ class Split(CorpusPart, Protocol):
 
 M = TypeVar("M", bound=OrderingObjective)
 P = TypeVar("P", bound=Split)
+
+
+@runtime_checkable
+class RowPredictor(Protocol):
+    """An evaluator whose predictions can be shown beside the rows."""
+
+    def predicted_rows(self, tokenizer: Any) -> Iterable[dict[str, Any]]:
+        """Yields each row of the last evaluation: its text, what it should be (`label`), and what is `predicted`."""
 
 
 class SplitEvaluator(Generic[M, P]):

@@ -7,9 +7,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
-from sansgpu.config import ConfigError
 from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
@@ -28,21 +27,6 @@ FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
 MIN_USEFUL_RATIO = 0.05  # a finished run continues if more than this share of the budget is left
 EARLY_END_RATIO = 0.2  # warn if the run would end with more than this share of its time budget unused
 REPLAN_RATIO, REPLAN_LEFT_RATIO = 0.02, 0.2  # re-plan after this share of the total, or of the remaining, budget
-
-
-def finish_time(until: str, now: datetime) -> datetime:
-    """Returns the next occurrence of a clock time such as `07:00`, or the given date and time.
-
-    Raises ConfigError if the date and time are in the past.
-    """
-    if "T" not in until:
-        clock = datetime.strptime(until, "%H:%M")
-        today = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
-        return today if today > now else today + timedelta(days=1)
-    finish = datetime.fromisoformat(until)
-    if finish <= now:
-        raise ConfigError(f"training.until is {until}, which is in the past; set a later time with --until.")
-    return finish
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -239,12 +239,17 @@ class _Bars(NamedTuple):
 
 def look_page(look: DataLook) -> str:
     """Renders a page with the facts, the distributions and the examples. It is small, so that it can be mailed."""
+    return page("data.html", (), title=look.data, **look_parts(look))
+
+
+def look_parts(look: DataLook) -> dict[str, Any]:
+    """Returns the facts, the distributions and the examples for the macros of look.html."""
     facts = [(name, text.splitlines()) for name, text in facts_of(look) if name != "lengths"]
     lengths = [] if look.lengths is None else [("lengths", [_lengths(replace(look.lengths, bins=((1, 1),)))])]
     for name, text in lengths:
         facts.append((name, [line for line in text[0].splitlines() if "█" not in line]))
     examples = [(_place(example), example, [_heading(part) for part in example.parts]) for example in look.examples]
-    return page("data.html", (), title=look.data, facts=facts, examples=examples, charts=[*_charts(look)])
+    return {"facts": facts, "examples": examples, "charts": [*_charts(look)]}
 
 
 def _charts(look: DataLook) -> Iterator[_Bars]:

@@ -28,9 +28,9 @@ EMPTY_PART = {"type": "text", "text": ""}
 LARGE = "red " * (15 * MEGABYTE // 4)
 HUGE = 10**30
 SMALL_LIMITS = (
-    "import resource, sansgpu.jobs.serve.connections as connections\n"
+    "import resource, sansgpu.machine.http.server as server\n"
     "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-    "connections.REQUEST_SECONDS = 2"
+    "server.REQUEST_SECONDS = 2"
 )
 REFUSED: dict[str, tuple[str, object, str]] = {
     "answers": (COMPLETIONS, {"prompt": "red", "n": 10**8}, "divide it into several requests"),

@@ -124,3 +124,4 @@ class DataLook:
     answers: AnswerLook | None = None
     scripts: Mapping[str, float] | None = None  # share of the letters
     examples: tuple[RowExample, ...] = ()
+    rows: tuple[Mapping[str, str], ...] = ()  # some training rows as the files have them, with long values cut

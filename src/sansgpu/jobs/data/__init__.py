@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sansgpu.jobs.data.tokens import TokenizedParts
 
 PROGRESS_ROWS = 2000  # rows between two reports of progress
+SHOWN_ROWS, SHOWN_CHARACTERS = 8, 300  # of the rows as the files have them
 DRY_RUN_ROWS = 100_000  # rows that `train --dry-run` looks at
 NO_MODEL = "none"  # in place of the model of a task that fine-tunes one
 # What happens to rows that are longer than data.max_length, by their kind.
@@ -204,6 +205,7 @@ class _Look:
             scripts=scripts_of(train.sample),
             examples=tuple(self._examples or self._chosen_examples(train)),
             notes=tuple(self._notes),
+            rows=tuple(_cells(read.row.value) for read in train.sample[:SHOWN_ROWS]),
         )
 
     def _tokenizer(self, model: str) -> TokenizedParts:
@@ -342,6 +344,15 @@ class _Look:
         mapping = tuple((name, counts[name]) for name in labels.names)
         note = " ".join((*labels.notes, *alike_labels(labels.names)))
         return LabelLook(labels.kind, "rows", mapping, True, note, different)
+
+
+def _cells(value: Any) -> dict[str, str]:
+    """Returns the columns of a row as text, each cut to `SHOWN_CHARACTERS`."""
+    columns = value if isinstance(value, dict) else {"text": value}
+    texts = {
+        str(name): cell if isinstance(cell, str) else json.dumps(cell, default=str) for name, cell in columns.items()
+    }
+    return {name: truncate(text, SHOWN_CHARACTERS) for name, text in texts.items()}
 
 
 def _names(labels: Labels, text: LabeledText) -> list[str]:

@@ -93,7 +93,7 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
         f"{processor.name} and {memory / 1e9:.0f} GB of memory. `sansgpu plan` measures how much of the data it can "
         "train on in that time."
     )
-    return best.config, head
+    return change_config(best.config, answers.overrides), head
 
 
 def _of_corpus(corpus: HubCorpus, hours: float, processor: Processor, memory: int) -> ProposedRun:

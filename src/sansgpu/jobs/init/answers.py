@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, Override
 from sansgpu.config.data import DataConfig
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
@@ -25,7 +25,7 @@ PURPOSES = {task: settings.purpose for task, settings in SCHEMA.tasks.kinds.item
 
 @dataclass(frozen=True)
 class InitAnswers:
-    """The user's answers: the data, the task, the time, the base model, and the machine that will train.
+    """The user's answers: the data, the task, the time, the base model, the machine that will train, and other keys.
 
     `cores` and `memory` are None if `init` runs on that machine.
     """
@@ -36,6 +36,7 @@ class InitAnswers:
     model: str | None = None
     cores: int | None = None
     memory: int | None = None  # bytes
+    overrides: tuple[Override, ...] = ()
 
 
 def purposes_of(text: str) -> list[str]:

@@ -26,8 +26,9 @@ class FittingRun:
 
 
 def fine_tuning_config(answers: InitAnswers, purpose: Purpose) -> Config:
+    """Returns the configuration for the answers, before it is made to fit. Raises ConfigError."""
     batch = {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch} if purpose.batch else {}
-    return as_config(
+    config = as_config(
         {
             "task": answers.task,
             "model": {
@@ -44,6 +45,7 @@ def fine_tuning_config(answers: InitAnswers, purpose: Purpose) -> Config:
             "data": {"dataset_name": answers.text},
         }
     )
+    return change_config(config, answers.overrides)
 
 
 def fitting_run(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Warn) -> FittingRun | None:

@@ -98,7 +98,7 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> TimeProposa
 
 def text_bytes_of(answers: InitAnswers, progress: ReportProgress) -> float:
     """Returns the bytes of text in the training data; an estimate if the data are large."""
-    return sample_rows(reading_config(answers.text, answers.task), progress).text_bytes
+    return sample_rows(reading_config(answers.text, answers.task, answers.overrides), progress).text_bytes
 
 
 def _times(epochs: float) -> str:

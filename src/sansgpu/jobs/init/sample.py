@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, Override, change_config
 from sansgpu.config.paths import BUILT_IN_NAMES
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
@@ -91,10 +91,10 @@ def sample_rows(config: Config, progress: ReportProgress) -> DataSample:
     return DataSample(kind, form_name, rows, text_bytes * scale, beginning.is_whole, has_validation, kept)
 
 
-def reading_config(text: str, task: str) -> Config:
-    """Returns a configuration that suffices to read the rows of a dataset."""
+def reading_config(text: str, task: str, overrides: Sequence[Override] = ()) -> Config:
+    """Returns a configuration that suffices to read the rows of a dataset. Raises ConfigError."""
     model = {"name_or_path": NO_MODEL} if SCHEMA.tasks.tasks[task].fine_tunes else {}
-    return as_config({"task": task, "model": model, "data": {"dataset_name": text}})
+    return change_config(as_config({"task": task, "model": model, "data": {"dataset_name": text}}), overrides)
 
 
 def recognize(text: str, tasks: Collection[str], progress: ReportProgress) -> tuple[str, DataSample]:

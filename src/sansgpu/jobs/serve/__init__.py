@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,8 +43,9 @@ def serve(request: ServeRequest, warn: Warn, progress: ReportProgress) -> Callab
     """
     require("sansgpu serve", "starlette", "uvicorn")
     require_one_process("serve")
-    from sansgpu.jobs.serve.app import Service, is_this_machine
-    from sansgpu.jobs.serve.server import connection_limits, run
+    from sansgpu.jobs.serve.app import Service, busy, run
+    from sansgpu.machine.http.hosts import bind, is_this_machine
+    from sansgpu.machine.http.server import connection_limits
 
     if request.api_key is not None and not request.api_key.strip():
         raise ConfigError("--api-key is empty; pass a secret of your choice.")
@@ -53,22 +53,10 @@ def serve(request: ServeRequest, warn: Warn, progress: ReportProgress) -> Callab
         raise ConfigError(
             f"--host {request.host} lets other machines use the model; set --api-key or SANSGPU_API_KEY to a secret."
         )
-    listener, limits = _bind(request.host, request.port), connection_limits()
+    listener, limits = bind(request.host, request.port), connection_limits(busy())
     worker, description = _open_worker(request, warn, progress)
     service = Service(worker, _name_of(request.model.target), int(time.time()), request.api_key)
     return lambda say: run(service, listener, limits, description, warn, say)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Reserves the address, so that a server that cannot use it says so before it loads the model."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"{host} port {port} cannot be used: {error.strerror}; choose another --port.") from None
-    return listener
 
 
 def _open_worker(request: ServeRequest, warn: Warn, progress: ReportProgress) -> tuple[Worker[Any], str]:

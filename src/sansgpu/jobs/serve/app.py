@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sansgpu.config.wording import truncate
+from sansgpu.events.progress import Warn
 from sansgpu.jobs.serve.answers import TextAnswer, embedding_list, error_object
 from sansgpu.jobs.serve.bodies import (
     MAX_ECHOED,
@@ -30,7 +31,8 @@ from sansgpu.jobs.serve.bodies import (
 from sansgpu.jobs.serve.embeddings import EmbeddingWork
 from sansgpu.jobs.serve.generation import GenerationWork, Prompt
 from sansgpu.jobs.serve.worker import Accepted, Endpoint, Progress, ServiceError, Vectors, Work, Worker
-from sansgpu.machine.distributed.rendezvous import is_loopback
+from sansgpu.machine.http.hosts import address_of, is_same_origin, is_this_machine, name_in
+from sansgpu.machine.http.server import DRAIN_SECONDS, ConnectionLimits, run_app
 from sansgpu.views.chat_page import ChatPage
 
 MAX_BODY_BYTES = 16 << 20
@@ -74,11 +76,11 @@ class Service:
                 )
             return
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not is_this_machine(_name_in(host)):
+        if not is_this_machine(name_in(host)):
             raise ServiceError(
                 f"the host {truncate(host, MAX_ECHOED)} is not this machine; start the server with --api-key.", 403
             )
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        if origin is not None and not is_same_origin(origin, host):
             raise ServiceError(
                 f"pages of {truncate(origin, MAX_ECHOED)} may not use this server; start it with --api-key.", 403
             )
@@ -100,20 +102,6 @@ class Service:
             }
             kind = "completions" if "embeddings" in self.worker.endpoints else endpoint
             raise ServiceError(f"{self.name} {lacking[kind]}.", param="model")
-
-
-def is_this_machine(host: str) -> bool:
-    """Returns whether only programs on this machine can reach a server at `host`, a name or an address."""
-    with contextlib.suppress(ValueError):
-        return is_loopback(host)
-    return host == "localhost"
-
-
-def _name_in(host: str) -> str:
-    """Returns the name or address in a Host header, without the port; "" if it is malformed."""
-    with contextlib.suppress(ValueError):
-        return urlsplit(f"//{host}").hostname or ""
-    return ""
 
 
 class OpenAIEndpoints:
@@ -182,6 +170,31 @@ def build_app(service: Service) -> Starlette:
         route("/{path:path}", endpoints.nothing, *METHODS),
     ]
     return Starlette(routes=routes, exception_handlers={Exception: failed})
+
+
+def run(
+    service: Service,
+    listener: socket.socket,
+    limits: ConnectionLimits,
+    description: str,
+    warn: Warn,
+    say: Callable[[str], None],
+) -> None:
+    """Serves a model until SIGINT, SIGTERM or SIGHUP. Open answers then end with an error."""
+
+    def start() -> None:
+        say(f"serving {service.name} at {address_of(listener)} ({description})")
+        service.worker.start()
+
+    run_app(build_app(service), listener, limits, warn, start, service.worker.stop)
+    service.worker.stop()
+    service.worker.join(DRAIN_SECONDS)
+
+
+def busy() -> JSONResponse:
+    """Returns the answer to clients beyond the limit of connections."""
+    error = ServiceError("too many requests are being answered; try again later.", 503, "queue_full")
+    return JSONResponse(error_object(error), 503, {"Connection": "close", "Retry-After": "1"})
 
 
 def error_response(error: ServiceError) -> Response:

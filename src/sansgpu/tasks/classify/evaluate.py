@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
 
     def __init__(self, objective: ClassifyObjective, part: LabeledSequences, skipped: int) -> None:
         super().__init__(objective, part)
-        self._skipped = skipped
+        self._skipped, self._predicted = skipped, dict[int, torch.Tensor]()  # by row, in the last evaluation
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the plain loss (without label smoothing and class weights), and each row's prediction.
@@ -130,9 +131,27 @@ class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
         else:
             values = [[sums[f"{n}"]] for n in numbers]
         predicted = torch.tensor(values, dtype=torch.float64).to(targets.dtype)
+        self._predicted = dict(zip(numbers, predicted, strict=True))
         loss = sums["loss"] / sums["rows"]
         return {"loss": loss, **label_metrics(labels, predicted, targets), "rows": sums["rows"]}
+
+    def predicted_rows(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Yields the text of each row as the model reads it, its label and the predicted one."""
+        labels = labels_of(self._objective)
+        for number, predicted in self._predicted.items():
+            text = tokenizer.decode(self._part.tokens[number], skip_special_tokens=True)
+            target = torch.from_numpy(self._part.targets[number])
+            yield {"text": text, "label": _named(target, labels), "predicted": _named(predicted, labels)}
 
     def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Adds the number of bad rows, which were skipped."""
         return {**metrics, "skipped": float(self._skipped)}
+
+
+def _named(values: torch.Tensor, labels: Labels) -> Any:
+    """Returns the name of a label, the names of several, or a score. `values` are as in the targets of a row, (O,)."""
+    if labels.kind == "regression":
+        return float(values[0])
+    if labels.kind == "single":
+        return labels.names[int(values[0])]
+    return [name for name, value in zip(labels.names, values.tolist(), strict=True) if value]

@@ -135,7 +135,7 @@ SETTINGS = TaskSettings(
     ("texts", "pairs", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations", "labels"),
     implementation="sansgpu.tasks.classify.task:Classify",
     description="classify texts, or predict scores for them",
-    purpose=Purpose("classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),
+    purpose=Purpose("A classifier", "classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),
     extra_keys=("training.label_smoothing",),
     sections=(WeightedDataConfig, ClassifyTrainingConfig),
     variants=(Variant("training.few_shot", True, FEW_SHOT),),

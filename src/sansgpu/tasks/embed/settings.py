@@ -82,6 +82,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.embed.task:TextEmbedding",
     description="train an embedding model for texts",
     purpose=Purpose(
+        "Search by meaning",
         "turn texts into vectors for semantic search",
         "pairs of texts",
         "sentence-transformers/all-MiniLM-L6-v2",

@@ -9,7 +9,7 @@ from torch import nn
 
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.tasks.evaluation import mean_interval, wilson
-from sansgpu.tasks.grpo.batch import Prompts
+from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.objective import GRPOObjective, completion_metrics, completion_sums
 from sansgpu.tasks.grpo.rollout import SLOTS, Rewarded
 from sansgpu.tasks.grpo.rows import PromptExamples
@@ -22,6 +22,7 @@ class GRPOEvaluator:
 
     def __init__(self, objective: GRPOObjective, part: PromptExamples) -> None:
         self._objective, self._part = objective, part
+        self._completed: list[tuple[PromptRow, Rewarded]] = []  # in the last evaluation
 
     @property
     def model(self) -> nn.Module:
@@ -29,11 +30,20 @@ class GRPOEvaluator:
 
     def validation_batches(self, size: int) -> Iterator[Prompts]:
         """Yields batches of SLOTS prompts, which are completed together, whatever `size` is."""
+        self._completed = []
         for start in range(0, len(self._part), SLOTS):
             yield Prompts(self._part.questions[start : start + SLOTS])
 
     def evaluate(self, batch: Prompts) -> Sums:
-        return self.sums(self._objective.rollout(batch.questions, Sampling(temperature=0.0)))
+        rewarded = self._objective.rollout(batch.questions, Sampling(temperature=0.0))
+        self._completed += zip(batch.questions, rewarded, strict=True)
+        return self.sums(rewarded)
+
+    def predicted_rows(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Yields each prompt with its completion and the reward."""
+        for prompt, one in self._completed:
+            text, completion = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt.ids, one.ids))
+            yield {"text": text, "predicted": completion, "reward": one.reward}
 
     def sums(self, rewarded: list[Rewarded]) -> Sums:
         """Returns sums for `metrics`."""

@@ -99,6 +99,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.grpo.task:GRPO",
     description="reinforcement learning with verifiers of the answers",
     purpose=Purpose(
+        "An assistant with checked answers",
         "chat, trained on prompts whose answers can be checked",
         "prompts with the right answers",
         SMALL_CHAT_MODEL,

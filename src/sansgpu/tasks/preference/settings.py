@@ -126,6 +126,7 @@ def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str
         label=label,
         description="tune a chat model on preferences between answers",
         purpose=Purpose(
+            "An assistant that people prefer",
             "chat, tuned on preferences between answers",
             "chosen and rejected answers",
             SMALL_CHAT_MODEL,

@@ -59,7 +59,7 @@ SETTINGS = TaskSettings(
     ("from scratch", "texts", "text generation", "samples", "packing"),
     implementation="sansgpu.tasks.pretrain.task:Pretrain",
     description="train a decoder from scratch",
-    purpose=Purpose("continue text, trained from scratch", "documents", built_in=PYTHON_STDLIB),
+    purpose=Purpose("A model from scratch", "continue text, trained from scratch", "documents", built_in=PYTHON_STDLIB),
     sections=(DecoderConfig, CorpusDataConfig, WindowedTrainingConfig, DistilledTrainingConfig),
     problems=_pretraining_problems,
     varying_length=False,

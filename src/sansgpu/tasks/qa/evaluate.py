@@ -71,6 +71,14 @@ class QAEvaluator(WindowEvaluator[QAObjective, TokenizedQuestions]):
             found.append(row | {"nbest": answer.nbest})
         return found
 
+    def predicted_rows(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Yields each question with its context, its first answer and the predicted one."""
+        for question in self._tokenized.questions:
+            if (answer := self.answers.get(question.id)) is not None:
+                label = question.answers[0][1] if question.answers else ""
+                text = {"text": question.question, "context": question.context}
+                yield {**text, "label": label, "predicted": answer.text}
+
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Adds separate scores for questions with and without answer, and the number of bad rows, which are skipped."""
         answered = [question for question in self._tokenized.questions if question.id in self.answers]

@@ -51,7 +51,12 @@ SETTINGS = TaskSettings(
     ("windows", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations"),
     implementation="sansgpu.tasks.qa.task:QA",
     description="extractive question answering",
-    purpose=Purpose("find answers in text", "questions with contexts and answers, as in SQuAD", SMALL_ENCODER),
+    purpose=Purpose(
+        "Answers from documents",
+        "find answers in text",
+        "questions with contexts and answers, as in SQuAD",
+        SMALL_ENCODER,
+    ),
     sections=(AnswerDataConfig,),
     defaults={"training": {**FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},

@@ -62,7 +62,9 @@ SETTINGS = TaskSettings(
     sections=(DistilledTrainingConfig, ConversationDataConfig),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",
-    purpose=Purpose("chat", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True),
+    purpose=Purpose(
+        "An assistant", "chat", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True
+    ),
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     scales_rate=True,

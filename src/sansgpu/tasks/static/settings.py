@@ -58,6 +58,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.static.task:StaticEmbeddings",
     description="train static embeddings: vectors of tokens, whose mean is the vector of a text",
     purpose=Purpose(
+        "Very fast search",
         "turn thousands of texts per second into vectors",
         "pairs of texts",
         "sentence-transformers/all-MiniLM-L6-v2",

@@ -17,6 +17,8 @@ from sansgpu.tasks.task import Sums
 from sansgpu.tasks.tokens.data import TaggedWindows
 from sansgpu.tasks.tokens.spans import SpanCounts, has_entities, scores, span_counts, spans_of
 
+ROWS_AT_ONCE = 32
+
 
 class TagModel(OrderingObjective, Protocol):
     """The interface of a model that tags words; see `TokensObjective`."""
@@ -79,6 +81,14 @@ class TagEvaluator(WindowEvaluator[TagModel, TaggedWindows]):
             for number, tagged in self._tagged(batch, self._word_logits(batch)):
                 found[number] = {"spans": list(self._spans(self._tokenized.texts[number], tagged))}
         return found
+
+    def predicted_rows(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Yields each text with its spans and the predicted ones."""
+        device = next(self.model.parameters()).device
+        for number, found in enumerate(self.predictions(ROWS_AT_ONCE, device)):
+            text, targets = self._tokenized.texts[number], self._tokenized.targets[number]
+            given = TaggedWords(np.arange(len(targets)), targets, np.ones(len(targets)))
+            yield {"text": text.text, "label": list(self._spans(text, given)), "predicted": found["spans"]}
 
     def _spans(self, text: TaggedText, tagged: TaggedWords) -> Iterator[dict[str, Any]]:
         for span in spans_of(self._tags(tagged.labels), self._entities):

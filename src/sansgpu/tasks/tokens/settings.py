@@ -33,7 +33,7 @@ SETTINGS = TaskSettings(
     ("windows", "packing", "pretrained", "rows", "adapter", "trained layers", "kept activations", "labels"),
     implementation="sansgpu.tasks.tokens.task:Tokens",
     description="tag words, e.g. find entities (token classification)",
-    purpose=Purpose("find entities in text", "sentences with tags", SMALL_ENCODER),
+    purpose=Purpose("Entities in text", "find entities in text", "sentences with tags", SMALL_ENCODER),
     sections=(TaggedDataConfig,),
     defaults={
         "training": {**FINE_TUNED, "learning_rate": 5e-5},

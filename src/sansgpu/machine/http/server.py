@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
 from sansgpu.events.progress import Warn
-from sansgpu.jobs.serve.app import Service, build_app
-from sansgpu.jobs.serve.connections import BoundedConnection, detect_lost_clients
+from sansgpu.machine.http.connections import BoundedConnection, detect_lost_clients
 from sansgpu.machine.interrupt import Interrupt, write_line
-from sansgpu.machine.probe import free_descriptors
 
 DRAIN_SECONDS = 5  # after a signal: time for clients to read the last event
 BACKLOG = 128  # connections that the system accepts before the server does
 MAX_CONNECTIONS = 512
+REQUEST_SECONDS = 60  # limit for a complete request to arrive, from the start of the connection or the last answer
 ACCEPT_ROUNDS = 4  # times that the event loop accepts connections until a closed connection has freed its descriptor
 RESERVED_FILES = 8  # file descriptors for the child process that renders chat templates, and for reading files
 
@@ -40,19 +42,30 @@ class HttpServer(uvicorn.Server):
             listener.listen(BACKLOG)  # asyncio's `backlog` is also the number of connections that it accepts in a row
 
 
-def run(
-    service: Service,
+def run_app(
+    app: Starlette,
     listener: socket.socket,
     limits: ConnectionLimits,
-    description: str,
     warn: Warn,
-    say: Callable[[str], None],
+    start: Callable[[], None],
+    stop: Callable[[], None],
+    request_seconds: float | None = None,
 ) -> None:
-    """Serves until SIGINT, SIGTERM or SIGHUP. Open answers then end with an error."""
+    """Serves a web application until SIGINT, SIGTERM or SIGHUP.
+
+    Calls `start` once connections are accepted, and `stop` as soon as a signal arrives. A request must be complete
+    after `request_seconds`, by default REQUEST_SECONDS.
+    """
     warn_once = lru_cache(warn)  # the same attack may repeat a warning endlessly
-    protocol: Any = partial(BoundedConnection, limit=limits.connections, warn=warn_once)
+    protocol: Any = partial(
+        BoundedConnection,
+        limit=limits.connections,
+        seconds=request_seconds or REQUEST_SECONDS,
+        busy=limits.busy,
+        warn=warn_once,
+    )
     settings = uvicorn.Config(
-        build_app(service),
+        app,
         loop="asyncio",
         http=protocol,
         ws="none",
@@ -66,9 +79,9 @@ def run(
     )
     server = HttpServer(settings)
 
-    def stop(_: str) -> None:
+    def end(_: str) -> None:
         write_line("stopping; press Ctrl-C again to stop now")
-        service.worker.stop()
+        stop()
         server.should_exit = True
 
     # asyncio logs each write to a client that has disconnected.
@@ -78,34 +91,42 @@ def run(
         asyncio.get_running_loop().set_exception_handler(lambda _, context: warn_once(_problem(context)))
         await server.serve(sockets=[listener])
 
-    with Interrupt(None, acknowledge=stop):
-        host, port = listener.getsockname()[:2]
+    with Interrupt(None, acknowledge=end):
         detect_lost_clients(listener)
         listener.listen(BACKLOG)
-        say(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port} ({description})")
-        service.worker.start()
+        start()
         asyncio.run(serve())
-        service.worker.stop()
-        service.worker.join(DRAIN_SECONDS)
 
 
 class ConnectionLimits(NamedTuple):
-    """The maximum number of open connections, and of those that are accepted in a row."""
+    """The maximum number of open connections, and of those that are accepted in a row; `busy` answers the rest."""
 
     connections: int
     accepted: int
+    busy: ASGIApp
 
 
-def connection_limits() -> ConnectionLimits:
+def connection_limits(busy: ASGIApp) -> ConnectionLimits:
     """Returns limits that fit the process's limit of open files. Raises ConfigError if it leaves too few."""
-    free = free_descriptors()
+    free = _free_descriptors()
     if free is None:
-        return ConnectionLimits(MAX_CONNECTIONS, BACKLOG)
+        return ConnectionLimits(MAX_CONNECTIONS, BACKLOG, busy)
     room = free - RESERVED_FILES
     if room < 2 * ACCEPT_ROUNDS:
         raise ConfigError(f"this process may open only {free} more files, too few to serve; raise `ulimit -n`.")
     accepted = min(BACKLOG, room // (2 * ACCEPT_ROUNDS))
-    return ConnectionLimits(min(MAX_CONNECTIONS, room - ACCEPT_ROUNDS * accepted), accepted)
+    return ConnectionLimits(min(MAX_CONNECTIONS, room - ACCEPT_ROUNDS * accepted), accepted, busy)
+
+
+def _free_descriptors() -> int | None:
+    """Returns how many more files and connections this process may open; None: there is no limit, or it is unknown."""
+    try:
+        import resource  # not on Windows
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return None if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):
+        return None
 
 
 def _problem(context: dict[str, Any]) -> str:

@@ -7,14 +7,11 @@ import socket
 from typing import Any
 
 import h11
-from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sansgpu.events.progress import Warn
-from sansgpu.jobs.serve.answers import error_object
-from sansgpu.jobs.serve.worker import ServiceError
 
-REQUEST_SECONDS = 60  # limit for a complete request to arrive, from the start of the connection or the last answer
 SILENCE_SECONDS = 60  # time in which a client must confirm received data; its machine or network may be down
 PROBES = 3  # packets without a reply before a connection counts as lost
 
@@ -23,14 +20,15 @@ class BoundedConnection(H11Protocol):
     """A connection that is closed if its next request is not complete in time.
 
     If `limit` connections are open, the one that has waited longest for the rest of its request is closed. If all
-    others are being answered, a new one gets an error. uvicorn's limit_concurrency would count closed ones for a while.
+    others are being answered, `busy` answers a new one. uvicorn's limit_concurrency would count closed ones for a
+    while.
     """
 
     _deadline: asyncio.TimerHandle | None = None  # set while the client has to send something
 
-    def __init__(self, *arguments: Any, limit: int, warn: Warn, **options: Any) -> None:
+    def __init__(self, *arguments: Any, limit: int, seconds: float, busy: ASGIApp, warn: Warn, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._limit, self._warn = limit, warn
+        self._limit, self._seconds, self._busy, self._warn = limit, seconds, busy, warn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,8 +36,7 @@ class BoundedConnection(H11Protocol):
         if len(self.connections) > self._limit:
             self._warn(f"{self._limit:,} connections are open; those that do not complete a request are closed")
             if not self._close_oldest():
-                error = ServiceError("too many requests are being answered; try again later.", 503, "queue_full")
-                self.app = JSONResponse(error_object(error), 503, {"Connection": "close", "Retry-After": "1"})
+                self.app = self._busy
 
     def _close_oldest(self) -> bool:
         """Closes the other connection that has waited longest. Returns False if none is waiting."""
@@ -71,7 +68,7 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing() or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_watching()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+            self._deadline = self.loop.call_later(self._seconds, self.transport.abort)
 
     def _stop_watching(self) -> None:
         if self._deadline is not None:

@@ -1,0 +1,118 @@
+"""The rows that a run held out, with its predictions, behind the cells of its confusion matrix."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sansgpu.config import ConfigError
+from sansgpu.data.preview.example import TextSegment, marked
+from sansgpu.files.atomic import make_folder, write_failures_as
+from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
+from sansgpu.studio.project import Project
+from sansgpu.studio.runs import record_of
+from sansgpu.views.run_plots import Confusion
+
+MAX_ROWS = 200
+_FORGET = "the rows cannot be read; show them again."
+
+
+@dataclass(frozen=True)
+class HeldOutRow:
+    """A row: its text with what it should be, and what is predicted."""
+
+    pieces: list[TextSegment]
+    label: str
+    predicted: str
+    predicted_pieces: list[TextSegment]
+    reward: float | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.label == self.predicted and self.pieces == self.predicted_pieces
+
+
+def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
+    """Returns the path, method and handler of each page and form."""
+    pages = _HeldOut(studio)
+    return [("/try/held-out", "POST", pages.predict), ("/try/rows", "GET", pages.rows)]
+
+
+def held_out_values(project: Project, run: str, label: str = "", predicted: str = "") -> dict[str, Any]:
+    """Returns the command that predicts the rows of a run, and the rows with a label and a prediction.
+
+    Without them, the wrong ones come first.
+    """
+    command = project.commands.known(_slot(run))
+    rows: list[HeldOutRow] = []
+    number = 0
+    if command is not None and command.code == 0:
+        try:
+            lines = (project.root / str(command.fresh)).read_text(encoding="utf-8").splitlines()
+            every = [_row_of(json.loads(line)) for line in lines]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(_FORGET) from None
+        number = len(every)
+        rows = [
+            row for row in every if (not label or row.label == label) and (not predicted or row.predicted == predicted)
+        ]
+        rows = sorted(rows, key=lambda row: (row.is_right, row.reward or 0.0))[:MAX_ROWS]
+    return {"asked": command, "rows": rows, "number_of_rows": number, "label": label, "predicted": predicted}
+
+
+def _slot(run: str) -> str:
+    return f"{run}/held-out"
+
+
+def _row_of(found: dict[str, Any]) -> HeldOutRow:
+    text, label, predicted = str(found["text"]), found.get("label", ""), found.get("predicted", "")
+    if isinstance(predicted, list) and all(isinstance(one, dict) for one in (*predicted, *label)):
+        shown = [
+            [*marked(text, [(one["start"], one["end"], one["label"]) for one in spans])] for spans in (label, predicted)
+        ]
+        return HeldOutRow(shown[0], "", "", shown[1])
+    pieces = [TextSegment(text)]
+    return HeldOutRow(pieces, _words(label), _words(predicted), pieces, found.get("reward"))
+
+
+def _words(value: Any) -> str:
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+class _HeldOut:
+    """The form and the part of the page."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio, self._project = studio, studio.project
+
+    async def predict(self, request: Request) -> Response:
+        run = (await form_of(request)).get("run", "")
+        self._project.run_folder(run)
+        file = self._project.process_file(f"held-out-{run}").with_suffix(".jsonl")
+        with write_failures_as(ConfigError, file):
+            make_folder(file.parent)
+            file.unlink(missing_ok=True)
+        shown = str(Path(file).relative_to(self._project.root))
+        self._project.commands.forget(_slot(run))
+        self._project.commands.run(_slot(run), ["eval", run, "--predictions", shown, "--json"], shown)
+        return self._studio.back(address("/try", run=run) + "#held-out")
+
+    async def rows(self, request: Request) -> Response:
+        run = query_of(request, "run")
+        record = record_of(self._project, run)
+        given = (request.query_params.get(name, "") for name in ("label", "predicted"))
+        return self._studio.page(
+            request, "held_out_part.html", run=run, confusion=Confusion.of(record) if record else None,
+            **held_out_values(self._project, run, *given),
+        )  # fmt: skip

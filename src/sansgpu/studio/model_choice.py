@@ -1,0 +1,78 @@
+"""The models that the page offers: well-known small ones, and those on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sansgpu.config.paths import RUNS, RunPaths
+from sansgpu.config.tasks import Purpose
+from sansgpu.jobs.runs import run_folders
+
+MAX_LISTED = 40
+_DECODERS = (
+    ("HuggingFaceTB/SmolLM2-135M-Instruct", "135M", "English; minutes on a laptop"),
+    ("google/gemma-3-270m-it", "270M", "140 languages"),
+    ("HuggingFaceTB/SmolLM2-360M-Instruct", "360M", "English"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", "0.5B", "29 languages"),
+    ("Qwen/Qwen3-0.6B", "0.6B", "100 languages; thinks before it answers"),
+    ("meta-llama/Llama-3.2-1B-Instruct", "1.2B", "8 languages; the license must be accepted on the Hub"),
+)
+_ENCODERS = (
+    ("distilbert-base-uncased", "66M", "English"),
+    ("distilbert-base-multilingual-cased", "135M", "104 languages"),
+    ("answerdotai/ModernBERT-base", "149M", "English; texts of up to 8,192 tokens"),
+    ("FacebookAI/xlm-roberta-base", "278M", "100 languages"),
+)
+_EMBEDDERS = (
+    ("sentence-transformers/all-MiniLM-L6-v2", "23M", "English"),
+    ("BAAI/bge-small-en-v1.5", "33M", "English"),
+    ("intfloat/multilingual-e5-small", "118M", "100 languages"),
+)
+
+
+@dataclass(frozen=True)
+class OfferedModel:
+    """A model to start from: a name on the Hub or a path in the project."""
+
+    name: str
+    note: str
+
+
+def suggested_models(task: str | None, purpose: Purpose) -> list[OfferedModel]:
+    """Returns models on the Hub, the recommended one first."""
+    if purpose.model is None:
+        return []
+    groups = [group for group in (_DECODERS, _ENCODERS, _EMBEDDERS) if purpose.model in (name for name, *_ in group)]
+    listed = [OfferedModel(name, f"{size} parameters, {note}") for group in groups for name, size, note in group]
+    return sorted(listed, key=lambda model: model.name != purpose.model)
+
+
+def local_models(root: Path) -> list[OfferedModel]:
+    """Returns finished runs, model folders and GGUF files in the project, and models that the Hub's cache has."""
+    return [*_in_project(root)][:MAX_LISTED] + [*_in_cache()][:MAX_LISTED]
+
+
+def _in_project(root: Path) -> Iterator[OfferedModel]:
+    for run in run_folders(root / RUNS):
+        if (RunPaths(run).final / "config.json").is_file() or (RunPaths(run).final / "adapter_config.json").is_file():
+            yield OfferedModel(str(run.relative_to(root)), "a run of this project")
+    for folder in (root, root / "models"):
+        with suppress(OSError):
+            for path in sorted(folder.iterdir()):
+                if path.suffix == ".gguf":
+                    yield OfferedModel(str(path.relative_to(root)), "a GGUF file in the project")
+                elif (path / "config.json").is_file():
+                    yield OfferedModel(str(path.relative_to(root)), "a folder in the project")
+
+
+def _in_cache() -> Iterator[OfferedModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with suppress(CacheNotFound, OSError):
+        for repository in sorted(scan_cache_dir().repos, key=lambda repository: repository.repo_id):
+            if repository.repo_type == "model":
+                yield OfferedModel(repository.repo_id, "already downloaded")

@@ -1,0 +1,215 @@
+"""The folder of the studio: ways (a file of answers and a configuration each), uploaded data, and runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from sansgpu.config import ConfigError, RunPaths, SansGPUError
+from sansgpu.config.parse import finish_time, normal_time
+from sansgpu.config.paths import RUNS, contains_run
+from sansgpu.config.plain_data import parse_json, read_regular
+from sansgpu.config.wording import truncate
+from sansgpu.files.atomic import make_folder, write_failures_as, write_text
+from sansgpu.studio.commands import Commands, Detached
+
+STATE = ".studio"  # answers, the output of runs and the processes that were started
+DATA = Path("data")  # uploaded files, in a folder for each way
+MAX_STATE_BYTES = 1 << 20
+MAX_UPLOAD_BYTES = 4 << 30
+MAX_NAME = 60
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a person has chosen on a way: the answers to the questions of `sansgpu init`, and other keys."""
+
+    task: str | None = None
+    data: str | None = None
+    model: str | None = None
+    time: str = ""  # hours or minutes such as 2h or 30m, or a time of day such as 07:00; "": as proposed
+    settings: tuple[str, ...] = ()  # of the form key.path=value
+    written: str = ""  # the SHA-256 of the configuration as it was written
+
+    def init_command(self, name: str) -> list[str]:
+        """Returns the command that writes the configuration."""
+        command = ["init", f"{name}.yaml", "--text", self.data or "", "--task", self.task or ""]
+        command += ["--model", self.model] if self.model else []
+        settings = list(self.settings)
+        if ":" in self.time:
+            left = finish_time(normal_time(self.time), datetime.now()) - datetime.now()
+            command += ["--hours", f"{max(1, round(left.total_seconds() / 60))}m"]
+            settings.append(f"training.until={self.time}")
+        elif self.time:
+            command += ["--hours", self.time]
+        return [*command, *(part for one in settings for part in ("--set", one)), "--yes", "--force"]
+
+    def with_setting(self, setting: str) -> Answers:
+        """Returns the answers with a key set; an earlier value of the key is replaced."""
+        key = setting.partition("=")[0].strip()
+        return replace(self, settings=(*self.without_key(key).settings, setting))
+
+    def without_key(self, key: str) -> Answers:
+        return replace(self, settings=tuple(one for one in self.settings if one.partition("=")[0].strip() != key))
+
+
+_ANSWERS = TypeAdapter(Answers)
+
+
+class Project:
+    """The folder, in which the studio runs its commands."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.state = root, root / STATE
+        self.commands = Commands(root)
+
+    # Ways
+
+    def ways(self) -> list[str]:
+        """Returns the names of all ways, the last changed one first."""
+        files = sorted(self.state.glob("*.json"), key=lambda file: (file.stat().st_mtime, file.name), reverse=True)
+        return [file.stem for file in files if _is_name(file.stem)]
+
+    def answers(self, name: str) -> Answers:
+        """Returns the answers of a way. Raises ConfigError if there is none of this name."""
+        try:
+            return _ANSWERS.validate_python(parse_json(read_regular(self._answers_file(name), MAX_STATE_BYTES)))
+        except FileNotFoundError:
+            raise ConfigError(f"there is no way {truncate(name)}; begin a new one.") from None
+        except (OSError, ValueError, ValidationError) as error:
+            raise ConfigError(f"{STATE}/{name}.json is damaged ({type(error).__name__}); delete it.") from None
+
+    def save(self, name: str, answers: Answers) -> None:
+        """Raises SansGPUError if the file cannot be written."""
+        file = self._answers_file(name)
+        with write_failures_as(SansGPUError, file):
+            make_folder(self.state)
+            write_text(file, json.dumps(asdict(answers), indent=1) + "\n")
+
+    def new_way(self, wanted: str, answers: Answers) -> str:
+        """Saves answers under the wanted name, or with a number after it if the name is taken."""
+        stem = safe_name(wanted) or "model"
+        files = [*self.root.glob("*.yaml"), *self.root.glob(f"{RUNS}/*/"), *self.root.glob(f"{DATA}/*/")]
+        taken = {*self.ways(), *(path.name.removesuffix(".yaml") for path in files)}
+        name = next(one for one in _numbered(stem) if one not in taken)
+        self.save(name, answers)
+        return name
+
+    def _answers_file(self, name: str) -> Path:
+        if not _is_name(name):
+            raise ConfigError(f"{truncate(name)!r} is not a name; use letters, digits, hyphens and underscores.")
+        return self.state / f"{name}.json"
+
+    # The configuration
+
+    def config_text(self, name: str) -> str:
+        """Returns the configuration of a way as it is on the disk; "" if there is none."""
+        try:
+            return read_regular(self.root / f"{name}.yaml", MAX_STATE_BYTES).decode(errors="replace")
+        except (OSError, ValueError):
+            return ""
+
+    def note_written(self, name: str) -> None:
+        """Records the content of a configuration that was just written."""
+        self.save(name, replace(self.answers(name), written=_digest(self.config_text(name))))
+
+    def is_edited(self, name: str) -> bool:
+        """Returns whether the configuration was changed or written by hand, so that it must not be replaced."""
+        text = self.config_text(name)
+        return bool(text) and _digest(text) != self.answers(name).written
+
+    # Data
+
+    def upload_folder(self, name: str) -> Path:
+        self._answers_file(name)  # checks the name
+        return self.root / DATA / name
+
+    def dataset(self, name: str) -> str | None:
+        """Returns the uploaded file of a way, or the folder if there are several, relative to the project."""
+        folder = self.upload_folder(name)
+        files = sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
+        return str((files[0] if len(files) == 1 else folder).relative_to(self.root)) if files else None
+
+    # Runs
+
+    def run_folder(self, path: str) -> Path:
+        """Returns the folder of a run by its path in the project. Raises ConfigError if it leaves the project."""
+        folder = (self.root / path).resolve()
+        if not folder.is_relative_to(self.root) or folder == self.root or STATE in folder.parts:
+            raise ConfigError(f"{truncate(path)} is not a run of this project; choose one from the list.")
+        return folder
+
+    def runs_of(self, name: str) -> list[str]:
+        """Returns the run folders of a way, the newest first."""
+        folders = [RUNS / one for one in self._started_names(name)]
+        return [str(path) for path in reversed(folders)]
+
+    def _started_names(self, name: str) -> Iterator[str]:
+        for one in _numbered(name):
+            if not (contains_run(self.root / RUNS / one) or self.process_file(str(RUNS / one)).exists()):
+                return
+            yield one
+
+    def new_run(self, name: str) -> str:
+        """Returns a folder for the next run of a way that does not exist."""
+        return next(str(RUNS / one) for one in _numbered(name) if self._is_free(RUNS / one))
+
+    def _is_free(self, path: Path) -> bool:
+        return not (self.root / path).exists() and not self.process_file(str(path)).exists()
+
+    def process_file(self, run: str) -> Path:
+        """Returns the file that says which process trains a run."""
+        return self.state / "processes" / f"{_flat(run)}.json"
+
+    def start(self, run: str, command: list[str]) -> None:
+        """Starts a process that goes on if the studio ends. Raises SansGPUError if it cannot be started."""
+        with write_failures_as(SansGPUError, self.state):
+            make_folder(self.process_file(run).parent)
+            Detached.start(command, self.root, self.process_file(run))
+
+    def process(self, run: str) -> Detached:
+        """Returns the process that the studio started last for a run; it may have ended."""
+        return Detached(self.process_file(run), RunPaths(self.root / run).lock)
+
+
+def safe_name(text: str) -> str:
+    """Returns a file name made of the letters and digits of a text; "" if it has none."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-_")[:MAX_NAME].rstrip(".-_")
+
+
+def shown_command(arguments: list[str]) -> str:
+    return shlex.join(["sansgpu", *arguments])
+
+
+def _numbered(stem: str) -> Iterator[str]:
+    yield stem
+    number = 2
+    while True:
+        yield f"{stem}-{number}"
+        number += 1
+
+
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and len(name) <= MAX_NAME + 10
+
+
+def _flat(run: str) -> str:
+    return hashlib.sha256(run.encode()).hexdigest()[:12] if len(run) > MAX_NAME * 2 else run.replace("/", "__")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def as_dict(values: Any) -> dict[str, Any]:
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,102 @@
+// Uploads dropped files one by one and reloads the page.
+const drop = document.getElementById("drop");
+async function upload(files) {
+  const said = document.getElementById("uploading");
+  for (const file of files) {
+    said.textContent = `copying ${file.name}`;
+    const answer = await new Promise((resolve) => {
+      const request = new XMLHttpRequest();
+      request.open("PUT", drop.dataset.upload + encodeURIComponent(file.name));
+      request.upload.onprogress = ({ loaded, total }) => {
+        said.textContent = `copying ${file.name}: ${Math.round((100 * loaded) / Math.max(1, total))} %`;
+      };
+      request.onloadend = () => resolve(request);
+      request.send(file);
+    });
+    if (answer.status !== 204) {
+      const page = new DOMParser().parseFromString(answer.responseText, "text/html");
+      said.textContent = page.querySelector(".problem")?.textContent ?? "the file could not be copied; try again.";
+      return;
+    }
+  }
+  location.reload();
+}
+if (drop) {
+  document.getElementById("files").addEventListener("change", ({ target }) => upload(target.files));
+  for (const name of ["dragover", "dragleave", "drop"]) {
+    drop.addEventListener(name, (event) => {
+      event.preventDefault();
+      drop.classList.toggle("over", name === "dragover");
+      if (name === "drop") upload(event.dataTransfer.files);
+    });
+  }
+}
+
+// Buttons that copy the text before them.
+document.addEventListener("click", async ({ target }) => {
+  if (!target.classList.contains("copy")) return;
+  const box = target.parentElement.querySelector("pre");
+  getSelection().selectAllChildren(box);
+  await navigator.clipboard?.writeText(box.textContent).then(() => { target.textContent = "Copied"; }, () => {});
+});
+
+// Plots: drawn again when the run has new events.
+const plots = document.getElementById("plots");
+let drawnVersion = null;
+async function draw() {
+  const version = document.getElementById("state")?.dataset.version ?? "";
+  if (!plots || version === drawnVersion) return;
+  drawnVersion = version;
+  const found = await (await fetch(plots.dataset.plots)).json();
+  for (const { name, title, note, wide, data, layout } of found) {
+    let figure = [...plots.children].find((one) => one.dataset.name === name);
+    if (!figure) {
+      figure = plots.appendChild(document.createElement("figure"));
+      figure.dataset.name = name;
+      figure.classList.toggle("wide", wide);
+      const caption = figure.appendChild(document.createElement("figcaption"));
+      caption.appendChild(document.createElement("b")).textContent = title;
+      if (note) caption.appendChild(document.createElement("span")).textContent = note;
+      figure.appendChild(document.createElement("div")).className = "plot";
+    }
+    const box = figure.querySelector(".plot");
+    await Plotly.react(box, data, { ...withColors(layout), dragmode: coarse ? false : "zoom" }, options);
+  }
+  for (const box of plots.querySelectorAll(".plot")) Plotly.Plots.resize(box);  // a figure beside it made it narrower
+  root.dataset.drawn = version || "all";
+}
+if (plots) {
+  draw();
+  document.addEventListener("htmx:afterSettle", draw);
+}
+
+// Parts that are replaced keep what is opened in them.
+document.addEventListener("htmx:beforeSwap", ({ detail }) => {
+  detail.opened = [...document.querySelectorAll("details[open][id]")].map(({ id }) => id);
+  const kept = detail.opened;
+  document.addEventListener("htmx:afterSwap", () => {
+    for (const id of kept) document.getElementById(id)?.setAttribute("open", "");
+  }, { once: true });
+});
+
+// Asks the trained model, and the one before the training, at the same time.
+document.getElementById("ask")?.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const form = event.target;
+  const button = form.querySelector("button");
+  button.disabled = true;
+  const both = form.elements.both?.checked ?? true;
+  const places = [...document.querySelectorAll(".answers")].filter(({ dataset }) => both || dataset.side === "trained");
+  await Promise.all(places.map(async (place) => {
+    const waiting = document.createElement("p");
+    waiting.append(document.createElement("progress"), " loading and writing");
+    place.prepend(waiting);
+    const body = new URLSearchParams({ ...Object.fromEntries(new FormData(form)), run: form.dataset.run, side: place.dataset.side });
+    const answer = await fetch("/try/answer", { method: "POST", body }).catch(() => null);
+    const page = new DOMParser().parseFromString(answer ? await answer.text() : "", "text/html");
+    const shown = page.querySelector(".answer") ?? page.querySelector(".problem");
+    if (shown) waiting.replaceWith(shown);
+    else waiting.textContent = "the studio does not answer; reload the page.";
+  }));
+  button.disabled = false;
+});

@@ -1,0 +1,136 @@
+"""The step Take away: files for other programs, a server, and the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from sansgpu.config import ConfigError, RunPaths
+from sansgpu.config.wording import truncate
+from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
+from sansgpu.studio.runs import record_of, run_page
+from sansgpu.studio.using import ModelServer, kind_of
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ExportForm:
+    """A format of `sansgpu export`, with its types, the recommended one first."""
+
+    name: str
+    title: str
+    words: str
+    types: tuple[str, ...] = ()
+
+
+_FORMS = {
+    "text": (
+        ExportForm("ollama", "Ollama", "a GGUF file with a Modelfile, for `ollama create`", ("q8_0", "q4_k", "f16")),
+        ExportForm("gguf", "GGUF", "one file for llama.cpp, LM Studio and others", ("q8_0", "q4_k", "f16", "f32")),
+        ExportForm("hf", "Hugging Face folder", "for transformers and vLLM"),
+    ),
+    "predict": (
+        ExportForm("hf", "Hugging Face folder", "for transformers"),
+        ExportForm("onnx", "ONNX", "for onnxruntime, also in browsers and phones", ("f32", "int8")),
+    ),
+    "search": (
+        ExportForm("hf", "Sentence Transformers folder", "for sentence-transformers"),
+        ExportForm("onnx", "ONNX", "for onnxruntime, also in browsers and phones", ("f32", "int8")),
+    ),
+    "": (ExportForm("hf", "Hugging Face folder", "for transformers"),),
+}
+
+
+def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
+    """Returns the path, method and handler of each page and form."""
+    pages = _Taking(studio)
+    return [
+        ("/take", "GET", pages.page),
+        ("/take/export", "POST", pages.export),
+        ("/take/exported", "GET", pages.exported),
+        ("/take/file", "GET", pages.file),
+        ("/take/serve", "POST", pages.serve),
+        ("/take/stop", "POST", pages.stop),
+        ("/take/server", "GET", pages.server),
+    ]
+
+
+class _Taking:
+    """The pages and forms of this step."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio, self._project = studio, studio.project
+
+    async def page(self, request: Request) -> Response:
+        run = query_of(request, "run")
+        record = record_of(self._project, run)
+        if record is None or not RunPaths(record.paths.root).final.is_dir():
+            raise ConfigError(f"{run} has no final model yet; wait until the run has ended, or resume it.")
+        kind = kind_of(record)
+        return run_page(
+            self._studio, request, "take", "take_step.html", run, kind=kind, forms=_FORMS[kind],
+            server=ModelServer(self._project, run), serves=kind in ("text", "search"), **self._exported(run),
+        )  # fmt: skip
+
+    async def export(self, request: Request) -> Response:
+        form = await form_of(request)
+        run, name = form.get("run", ""), form.get("format", "")
+        record = record_of(self._project, run)
+        known = {one.name: one for one in _FORMS[kind_of(record)]} if record else {}
+        if name not in known:
+            raise ConfigError(f"there is no format {truncate(name)} for this model; choose one from the page.")
+        arguments = ["export", run, "--format", name]
+        if (given := form.get("type", "")) in known[name].types and given:
+            arguments += ["--type", given]
+        if hub := form.get("hub", ""):
+            if not _HUB_NAME.fullmatch(hub):
+                raise ConfigError(f"{truncate(hub)} is not a name on the Hub; write OWNER/NAME.")
+            arguments += ["--push-to-hub", hub, *(["--private"] if form.get("private") else [])]
+        self._project.commands.run(f"{run}/export", arguments, object())
+        return self._studio.back(address("/take", run=run))
+
+    async def exported(self, request: Request) -> Response:
+        run = query_of(request, "run")
+        return self._studio.page(request, "exported_part.html", run=run, **self._exported(run))
+
+    def _exported(self, run: str) -> dict[str, Any]:
+        """Returns the last export: the command, the path that it wrote, and what else it printed."""
+        command = self._project.commands.known(f"{run}/export")
+        lines = command.output.splitlines() if command is not None and command.code == 0 else []
+        path = Path(lines[0]) if lines else None
+        is_file = path is not None and (self._project.root / path).is_file()
+        return {"command": command, "path": path, "lines": lines[1:], "is_file": is_file}
+
+    async def file(self, request: Request) -> Response:
+        """Sends the file that the last export of a run wrote."""
+        run = query_of(request, "run")
+        found = self._exported(run)
+        if not found["is_file"]:
+            raise ConfigError(f"{run} has no exported file; export it first.")
+        file = (self._project.root / found["path"]).resolve()
+        if not file.is_relative_to(self._project.root):
+            raise ConfigError(f"{found['path']} is outside of the project; copy it from there.")
+        return FileResponse(file, media_type="application/octet-stream", filename=file.name)
+
+    async def serve(self, request: Request) -> Response:
+        run = (await form_of(request)).get("run", "")
+        self._project.run_folder(run)
+        ModelServer(self._project, run).start()
+        return self._studio.back(address("/take", run=run))
+
+    async def stop(self, request: Request) -> Response:
+        run = (await form_of(request)).get("run", "")
+        self._project.run_folder(run)
+        ModelServer(self._project, run).stop()
+        return self._studio.back(address("/take", run=run))
+
+    async def server(self, request: Request) -> Response:
+        run = query_of(request, "run")
+        self._project.run_folder(run)
+        return self._studio.page(request, "server_part.html", run=run, server=ModelServer(self._project, run))
