@@ -100,7 +100,7 @@ def data(given: _DataOptions) -> None:
     console = RunConsole()
     is_paged = given.all_rows and console.is_terminal
     with console.pager() if is_paged else nullcontext():
-        print_look(console, found, whole=given.all_rows or given.row is not None, in_color=not is_paged)
+        print_look(console, found, in_color=not is_paged)
     for path in (given.report, given.write):
         if path is not None:
             complain(f"written to {path}")

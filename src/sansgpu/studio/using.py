@@ -144,7 +144,7 @@ class _Using:
         kind = kind_of(record)
         return run_page(
             self._studio, request, "try", "try_step.html", run, kind=kind, record=record,
-            base=_base_of(record), pairs=record.section("data").get("text_pair_column") is not None,
+            base=_base_of(self._project, record), pairs=record.section("data").get("text_pair_column") is not None,
             confusion=Confusion.of(record), prompt=record.section("training").get("sample_prompt") or "",
             **({"command": self._project.commands.known(f"{run}/search")} if kind == "search" else {}),
             **self._predictions(run), **self._servers(run, record),
@@ -155,7 +155,7 @@ class _Using:
         )  # fmt: skip
 
     def _servers(self, run: str, record: RunRecord) -> dict[str, Any]:
-        base = _base_of(record)
+        base = _base_of(self._project, record)
         targets = {"trained": run, **({"base": base} if base else {})} if kind_of(record) == "text" else {}
         found = {side: ModelServer(self._project, target) for side, target in targets.items()}
         return {"servers": found, "loaded": [server.target for server in found.values() if server.is_alive]}
@@ -265,9 +265,10 @@ def _prediction(row: dict[str, str], predicted: dict[str, Any]) -> Prediction:
     return Prediction([TextSegment(text)], f"{predicted.get('score', 0):.4f}")
 
 
-def _base_of(record: RunRecord) -> str | None:
-    base = record.section("model").get("name_or_path")
-    return str(base) if base else None
+def _base_of(project: Project, record: RunRecord) -> str | None:
+    """Returns the model that a run was made from, by its path in the project if it is there; None: from scratch."""
+    base = str(record.section("model").get("name_or_path") or "")
+    return base.removeprefix(f"{project.root}/") or None
 
 
 def _rows_of(form: Any, record: RunRecord) -> list[dict[str, str]]:

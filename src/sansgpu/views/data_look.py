@@ -16,7 +16,6 @@ from sansgpu.views.page import page
 from sansgpu.views.tables import grid, percent
 
 BAR_WIDTH = 30  # characters of the longest bar of a histogram
-MAX_PART_CHARACTERS = 2000  # longest text on the terminal, unless its row was asked for
 MAX_LISTED, MAX_LABELS, MAX_SCRIPTS = 20, 40, 5
 MAX_PAGE_LABELS = 200
 LEARNED, SPECIAL, NAME = "green", "dim", "bold"  # styles on the terminal
@@ -150,25 +149,24 @@ def _labels(look: DataLook) -> Iterator[tuple[str, str]]:
         yield "labels", f"{counted(labels.different, 'text has', 'texts have')} different labels in different rows"
 
 
-def print_look(console: Console, look: DataLook, whole: bool = False, in_color: bool = True) -> None:
-    """Prints the facts and the examples. `whole`: print all of each text; `in_color`: use colors if there are any."""
+def print_look(console: Console, look: DataLook, in_color: bool = True) -> None:
+    """Prints the facts and the examples. `in_color`: use colors if there are any."""
     table = grid()
     for name, text in facts_of(look):
         table.add_row(name, text)
     console.print(table)
     for example in look.examples:
         console.print()
-        print_example(console, example, whole, in_color and console.color_system is not None)
+        print_example(console, example, in_color and console.color_system is not None)
 
 
-def print_example(console: Console, example: RowExample, whole: bool, in_color: bool) -> None:
+def print_example(console: Console, example: RowExample, in_color: bool) -> None:
     """Prints a row, with learned text in color, or in ⟦ ⟧ where there is none."""
     console.print(Text(f"--- {_place(example)}", style="dim"), soft_wrap=True)
     if example.problem:
         console.print(Text(f"left out: {example.problem}", style="yellow"), soft_wrap=True)
     for part in example.parts:
-        shown = part if whole else _shortened(part)
-        console.print(_in_color(shown) if in_color else Text(plain_part(shown)), soft_wrap=True)
+        console.print(_in_color(part) if in_color else Text(plain_part(part)), soft_wrap=True)
 
 
 def _place(example: RowExample) -> str:
@@ -213,20 +211,6 @@ def _heading(part: ExamplePart) -> str:
         return part.name
     learned = "" if part.learned_tokens is None else f", {part.learned_tokens:,} learned"
     return f"{part.name} ({counted(part.tokens, 'token')}{learned})"
-
-
-def _shortened(part: ExamplePart) -> ExamplePart:
-    """Cuts a long text after `MAX_PART_CHARACTERS`."""
-    room, kept = MAX_PART_CHARACTERS, list[TextSegment]()
-    for one in part.segments:
-        if len(one.text) > room:
-            kept.append(replace(one, text=one.text[:room]))
-            left = len(part.text) - MAX_PART_CHARACTERS
-            kept.append(TextSegment(f" ... {left:,} more characters, which --row shows", special=True))
-            break
-        kept.append(one)
-        room -= len(one.text)
-    return replace(part, segments=tuple(kept))
 
 
 class _Bars(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class ExamplePart:
         return spans
 
 
+MAX_PART_CHARACTERS = 2000
 Parts = tuple[ExamplePart, ...]
 
 
@@ -74,3 +75,17 @@ def marked(text: str, spans: Iterable[tuple[int, int, str]], learned: bool = Tru
         last = end
     if last < len(text):
         yield TextSegment(text[last:])
+
+
+def shortened(part: ExamplePart) -> ExamplePart:
+    """Cuts a long text after `MAX_PART_CHARACTERS`, for a part whose row was not asked for."""
+    room, kept = MAX_PART_CHARACTERS, list[TextSegment]()
+    for one in part.segments:
+        if len(one.text) > room:
+            kept.append(replace(one, text=one.text[:room]))
+            left = len(part.text) - MAX_PART_CHARACTERS
+            kept.append(TextSegment(f" ... {left:,} more characters, which --row shows", special=True))
+            break
+        kept.append(one)
+        room -= len(one.text)
+    return replace(part, segments=tuple(kept))

@@ -20,6 +20,7 @@ from sansgpu.data.forms.files import file_notes
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.preview.canonical import canonical_row
+from sansgpu.data.preview.example import shortened
 from sansgpu.data.preview.facts import (
     ReadRow,
     SplitFacts,
@@ -289,7 +290,8 @@ class _Look:
             parts = parts_of(read.typed) if self._tokenized is None else self._tokenized.parts_of(read.typed)
         except BadRowError as error:
             return replace(example, problem=str(error))
-        return replace(example, parts=parts)
+        is_asked_for = self._request.all_rows or self._request.row is not None
+        return replace(example, parts=parts if is_asked_for else tuple(map(shortened, parts)))
 
     def _lengths(self, train: SplitFacts) -> LengthLook | None:
         """Returns the lengths: in tokens of a sample if a model is given, else of all rows in words or characters."""
