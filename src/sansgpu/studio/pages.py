@@ -20,6 +20,7 @@ from sansgpu.studio.access import RefusedError
 from sansgpu.studio.commands import Command
 from sansgpu.studio.project import Answers, Project, shown_command
 from sansgpu.studio.remedies import remedies
+from sansgpu.views.plots import PALETTE
 from sansgpu.views.tables import storage
 
 MAX_FORM_BYTES = 1 << 20
@@ -50,7 +51,7 @@ class Studio:
         )
         self._templates.globals.update(
             storage=storage, duration=duration, counted=counted, shown_command=shown_command, remedies=remedies,
-            project=project, address=address,
+            project=project, address=address, palette=PALETTE,
         )  # fmt: skip
 
     def page(self, request: Request, template: str, **values: Any) -> HTMLResponse:
