@@ -35,6 +35,7 @@ class Answers:
     """What a person has chosen on a way: the answers to the questions of `sansgpu init`, and other keys."""
 
     task: str | None = None
+    task_is_guessed: bool = False  # from the rows
     data: str | None = None
     model: str | None = None
     time: str = ""  # hours or minutes such as 2h or 30m, or a time of day such as 07:00; "": as proposed
@@ -88,6 +89,12 @@ class Project:
             raise ConfigError(f"there is no way {truncate(name)}; begin a new one.") from None
         except (OSError, ValueError, ValidationError) as error:
             raise ConfigError(f"{STATE}/{name}.json is damaged ({type(error).__name__}); delete it.") from None
+
+    def answers_or_problem(self, name: str) -> Answers | str:
+        try:
+            return self.answers(name)
+        except ConfigError as error:
+            return str(error)
 
     def save(self, name: str, answers: Answers) -> None:
         """Raises SansGPUError if the file cannot be written."""

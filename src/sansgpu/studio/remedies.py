@@ -20,6 +20,7 @@ MAX_REMEDIES = 8
 _SETTING = re.compile(r"""\b((?:data|model|training)\.[a-z_]+)(?:=|: )("[^"]+"|'[^']+'|\[[^\]]+\]|[\w./+-]+)""")
 _QUOTED = re.compile(r"""--set '((?:data|model|training)\.[a-z_]+=[^']+)'""")
 _KEY = re.compile(r"\b(?:data|model|training)\.[a-z_]+")
+_COLUMNS = re.compile(r"the columns? ([^;]+);")
 _TASK = re.compile(r"--task ([a-z]+)")
 
 
@@ -53,6 +54,7 @@ def remedies(message: str, answers: Answers) -> list[Remedy]:
 
 def _proposed(message: str, answers: Answers) -> Iterator[Remedy]:
     fields = fields_by_key()
+    columns = [name for names in _COLUMNS.findall(message) for name in names.split(", ")]
     quoted = [match.partition("=")[::2] for match in _QUOTED.findall(message)]
     for name in _TASK.findall(message):
         if name in PURPOSES:
@@ -61,7 +63,7 @@ def _proposed(message: str, answers: Answers) -> Iterator[Remedy]:
         yield Remedy(key, value.strip("\"'"))
     for key in dict.fromkeys(_KEY.findall(message)):
         if key in fields and key not in dict(quoted):
-            values = choices(fields[key].annotation)
+            values = choices(fields[key].annotation) or (columns if key.endswith("_column") else [])
             yield from (Remedy(key, value) for value in values)
             if not values:
                 yield Remedy(key, None, fields[key].description or "")

@@ -36,6 +36,7 @@ OFFERED = (
     "training.learning_rate", "training.gradient_accumulation_steps", "data.validation_split",
 )  # fmt: skip
 _LOOK = TypeAdapter(DataLook)
+MAX_WAYS = 50  # on the first page
 
 
 def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
@@ -48,7 +49,7 @@ def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
         (f"{way}/purpose", "GET", steps.purpose),
         (f"{way}/purpose", "POST", steps.choose_purpose),
         (f"{way}/data", "GET", steps.data),
-        (f"{way}/upload/{{file}}", "PUT", steps.upload),
+        (f"{way}/upload/{{file:path}}", "PUT", steps.upload),
         (f"{way}/remove", "POST", steps.remove),
         (f"{way}/source", "POST", steps.choose_source),
         (f"{way}/look", "GET", steps.look),
@@ -75,7 +76,7 @@ class _Ways:
 
     async def start(self, request: Request) -> Response:
         project = self._project
-        known = [(name, project.answers(name), project.runs_of(name)) for name in project.ways()[:50]]
+        known = [(name, project.answers_or_problem(name), project.runs_of(name)) for name in project.ways()[:MAX_WAYS]]
         number = await asyncio.to_thread(lambda: sum(1 for _ in run_folders(project.root / RUNS)))
         return self._studio.page(
             request, "start.html", purposes=PURPOSES, ways=known, number_of_runs=number, current="purpose",
@@ -87,7 +88,7 @@ class _Ways:
         task = form.get("task") or None
         if task is not None and task not in PURPOSES:
             raise ConfigError(f"there is no purpose {truncate(task)}; choose one from the page.")
-        name = self._project.new_way(form.get("name") or task or "model", Answers(task))
+        name = self._project.new_way(form.get("name") or task or "model", Answers(task, task_is_guessed=task is None))
         return self._studio.back(f"/way/{name}/data")
 
     async def purpose(self, request: Request) -> Response:
@@ -95,7 +96,7 @@ class _Ways:
 
     async def choose_purpose(self, request: Request) -> Response:
         name, form = request.path_params["name"], await form_of(request)
-        self._change(name, task=_one_of(PURPOSES, form.get("task", "")), model=None)
+        self._change(name, task=_one_of(PURPOSES, form.get("task", "")), task_is_guessed=False, model=None)
         return self._studio.back(f"/way/{name}/data")
 
     # Data
@@ -162,7 +163,11 @@ class _Ways:
         answers = self._project.answers(name)
         if not answers.data:
             return {"command": None, "found": None}
-        arguments = ["data", answers.data, *(["--task", answers.task] if answers.task else [])]
+        arguments = [
+            "data",
+            answers.data,
+            *(["--task", answers.task] if answers.task and not answers.task_is_guessed else []),
+        ]
         if answers.model and (self._project.root / answers.model).exists():
             arguments += ["--model", answers.model]
         command = self._project.commands.run(
@@ -174,8 +179,8 @@ class _Ways:
                 found = _LOOK.validate_python(command.result)
             except ValidationError:
                 command.error = "the look at the data cannot be read; update sansgpu."
-        if found is not None and answers.task is None and found.task in PURPOSES:
-            self._change(name, task=found.task)
+        if found is not None and found.task_is_guessed and found.task in PURPOSES and found.task != answers.task:
+            self._change(name, task=found.task, task_is_guessed=True)
         parts = look_parts(found) if found is not None else {}
         return {"command": command, "found": found, **parts}
 
@@ -195,7 +200,7 @@ class _Ways:
         for key, values in fields.items():
             value = values[-1].strip()
             if key == "task":
-                answers = replace(answers, task=_one_of(PURPOSES, value))
+                answers = replace(answers, task=_one_of(PURPOSES, value), task_is_guessed=False)
             elif key == "setting":
                 answers = answers.with_setting(value)
             elif key in fields_by_key():
