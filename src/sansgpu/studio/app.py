@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from sansgpu.studio import held_out, runs, taking, using, ways
 from sansgpu.studio.access import LOGIN, MAX_PASSWORD_BYTES, Access, Guard
-from sansgpu.studio.pages import Studio, form_of
+from sansgpu.studio.pages import Studio, fields_of
 from sansgpu.studio.project import Project
 
 _CACHED = {"Cache-Control": "private, max-age=3600"}
@@ -100,8 +100,8 @@ def _login_of(access: Access) -> Starlette:
 
     async def login(request: Request) -> Response:
         problem = ""
-        if request.method == "POST" and int(request.headers.get("content-length", 0)) <= MAX_PASSWORD_BYTES:
-            if await access.login((await form_of(request)).get("password", "")):
+        if request.method == "POST" and 0 < int(request.headers.get("content-length", 0)) <= MAX_PASSWORD_BYTES:
+            if await access.login((await fields_of(request)).get("password", [""])[0]):
                 return access.welcome("/")
             problem = "<p role='alert'>The password is wrong.</p>"
         form = (

@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import parse_json, read_regular
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.plain_data import InvalidDataError, open_regular, parse_json, read_regular
 from sansgpu.files.atomic import write_text
 
-PROGRAM = (sys.executable, "-m", "sansgpu")
+PROGRAM = (sys.executable, "-P", "-m", "sansgpu")  # -P: modules in the project's folder are not imported
 MAX_OUTPUT_BYTES = 64 << 20
 MAX_LINES = 100  # of the messages of a command
 MAX_LINE_BYTES = 1 << 20
@@ -89,7 +89,10 @@ class Command:
             if code and not self.error:
                 self.error = self.status or f"the command ended with exit code {code}"
             if code == 0 and self._done is not None:
-                self._done()
+                try:
+                    self._done()
+                except SansGPUError as error:
+                    self.error, code = str(error), 1
             self.code = code
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
@@ -143,6 +146,12 @@ class Commands:
         if (known := self._slots.pop(slot, None)) is not None:
             known.cancel()
 
+    def forget_failed(self, way: str) -> None:
+        """Lets the failed commands of a way, whose slots begin with its name, run again."""
+        for slot, command in [*self._slots.items()]:
+            if command.code and slot.startswith(f"{way}/"):
+                self.forget(slot)
+
     def stop(self) -> None:
         for slot in [*self._slots]:
             self.forget(slot)
@@ -163,7 +172,9 @@ class Detached:
     def start(cls, arguments: Sequence[str], folder: Path, file: Path) -> None:
         """Starts a command whose output goes to a file. Raises OSError."""
         cls._children = [child for child in cls._children if child.poll() is None]
-        with file.with_suffix(".log").open("wb") as log:
+        log_file = file.with_suffix(".log")
+        log_file.unlink(missing_ok=True)  # it may be a link
+        with log_file.open("xb") as log:
             child = subprocess.Popen(
                 [*PROGRAM, *arguments], cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -175,7 +186,7 @@ class Detached:
     @property
     def log(self) -> str:
         """The end of what the process printed."""
-        with contextlib.suppress(OSError), self.file.with_suffix(".log").open("rb") as file:
+        with contextlib.suppress(OSError, InvalidDataError), open_regular(self.file.with_suffix(".log")) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             return file.read().decode(errors="replace")
         return ""

@@ -97,8 +97,7 @@ class _HeldOut:
         self._studio, self._project = studio, studio.project
 
     async def predict(self, request: Request) -> Response:
-        run = (await form_of(request)).get("run", "")
-        self._project.run_folder(run)
+        run = self._project.run_path((await form_of(request)).get("run", ""))
         file = self._project.process_file(f"held-out-{run}").with_suffix(".jsonl")
         with write_failures_as(ConfigError, file):
             make_folder(file.parent)

@@ -140,7 +140,7 @@ async def fields_of(request: Request) -> dict[str, list[str]]:
         read += part
         if len(read) > MAX_FORM_BYTES:
             raise ConfigError(f"the form has more than {MAX_FORM_BYTES >> 20} MB; put long texts into a file.")
-    return parse_qs(read.decode(errors="replace"), keep_blank_values=True)
+    return parse_qs(read.decode(errors="replace").replace("%00", ""), keep_blank_values=True)
 
 
 def query_of(request: Request, name: str) -> str:

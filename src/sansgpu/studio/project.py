@@ -7,19 +7,21 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
 from sansgpu.config.parse import finish_time, normal_time
 from sansgpu.config.paths import RUNS, contains_run
-from sansgpu.config.plain_data import parse_json, read_regular
+from sansgpu.config.plain_data import InvalidDataError, parse_json, read_regular
 from sansgpu.config.wording import truncate
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
+from sansgpu.files.marks import has_link_in_path
+from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.studio.commands import Commands, Detached
 
 STATE = ".studio"  # answers, the output of runs and the processes that were started
@@ -48,7 +50,10 @@ class Answers:
         command += ["--model", self.model] if self.model else []
         settings = list(self.settings)
         if ":" in self.time:
-            left = finish_time(normal_time(self.time), datetime.now()) - datetime.now()
+            try:
+                left = finish_time(normal_time(self.time), datetime.now()) - datetime.now()
+            except ValueError as error:
+                raise ConfigError(f"the time cannot be used: {error}.") from None
             command += ["--hours", f"{max(1, round(left.total_seconds() / 60))}m"]
             settings.append(f"training.until={self.time}")
         elif self.time:
@@ -78,17 +83,21 @@ class Project:
 
     def ways(self) -> list[str]:
         """Returns the names of all ways, the last changed one first."""
-        files = sorted(self.state.glob("*.json"), key=lambda file: (file.stat().st_mtime, file.name), reverse=True)
-        return [file.stem for file in files if _is_name(file.stem)]
+        files = [file for file in self.state.glob("*.json") if _is_name(file.stem)]
+        files.sort(key=lambda file: (file.lstat().st_mtime, file.name), reverse=True)
+        return [file.stem for file in files]
 
     def answers(self, name: str) -> Answers:
         """Returns the answers of a way. Raises ConfigError if there is none of this name."""
         try:
-            return _ANSWERS.validate_python(parse_json(read_regular(self._answers_file(name), MAX_STATE_BYTES)))
+            answers = _ANSWERS.validate_python(parse_json(read_regular(self._answers_file(name), MAX_STATE_BYTES)))
         except FileNotFoundError:
             raise ConfigError(f"there is no way {truncate(name)}; begin a new one.") from None
-        except (OSError, ValueError, ValidationError) as error:
-            raise ConfigError(f"{STATE}/{name}.json is damaged ({type(error).__name__}); delete it.") from None
+        except (OSError, ValueError, InvalidDataError):
+            answers = None
+        if answers is None or answers.task not in (None, *PURPOSES):
+            raise ConfigError(f"{STATE}/{name}.json is damaged; delete it.")
+        return answers
 
     def answers_or_problem(self, name: str) -> Answers | str:
         try:
@@ -115,7 +124,22 @@ class Project:
     def _answers_file(self, name: str) -> Path:
         if not _is_name(name):
             raise ConfigError(f"{truncate(name)!r} is not a name; use letters, digits, hyphens and underscores.")
-        return self.state / f"{name}.json"
+        return self._without_links(self.state / f"{name}.json")
+
+    def _without_links(self, path: Path) -> Path:
+        """Returns a path in the project. Raises ConfigError if a link on it may lead out of the project."""
+        if has_link_in_path(self.root, str(path.relative_to(self.root))):
+            raise ConfigError(
+                f"{path.relative_to(self.root)} is or is below a symlink, which is not followed; remove it."
+            )
+        return path
+
+    def has(self, name: str) -> bool:
+        """Returns whether a file or folder exists; `name` is relative to the project, or absolute."""
+        try:
+            return (self.root / name).exists()
+        except (OSError, ValueError):  # the name is too long, or has a null character
+            return False
 
     # The configuration
 
@@ -139,7 +163,7 @@ class Project:
 
     def upload_folder(self, name: str) -> Path:
         self._answers_file(name)  # checks the name
-        return self.root / DATA / name
+        return self._without_links(self.root / DATA / name)
 
     def dataset(self, name: str) -> str | None:
         """Returns the uploaded file of a way, or the folder if there are several, relative to the project."""
@@ -151,10 +175,15 @@ class Project:
 
     def run_folder(self, path: str) -> Path:
         """Returns the folder of a run by its path in the project. Raises ConfigError if it leaves the project."""
-        folder = (self.root / path).resolve()
-        if not folder.is_relative_to(self.root) or folder == self.root or STATE in folder.parts:
-            raise ConfigError(f"{truncate(path)} is not a run of this project; choose one from the list.")
-        return folder
+        with suppress(OSError, ValueError, RuntimeError):  # too long, a null character, or a circle of links
+            folder = (self.root / path).resolve()
+            if folder.is_relative_to(self.root) and folder != self.root and STATE not in folder.parts:
+                return folder
+        raise ConfigError(f"{truncate(path)} is not a run of this project; choose one from the list.")
+
+    def run_path(self, path: str) -> str:
+        """Returns the path of a run in the project, which no command takes for an option. Raises ConfigError."""
+        return as_argument(str(self.run_folder(path).relative_to(self.root)))
 
     def runs_of(self, name: str) -> list[str]:
         """Returns the run folders of a way, the newest first."""
@@ -176,7 +205,7 @@ class Project:
 
     def process_file(self, run: str) -> Path:
         """Returns the file that says which process trains a run."""
-        return self.state / "processes" / f"{_flat(run)}.json"
+        return self._without_links(self.state / "processes" / f"{_flat(run)}.json")
 
     def start(self, run: str, command: list[str]) -> None:
         """Starts a process that goes on if the studio ends. Raises SansGPUError if it cannot be started."""
@@ -189,9 +218,14 @@ class Project:
         return Detached(self.process_file(run), RunPaths(self.root / run).lock)
 
 
-def safe_name(text: str) -> str:
-    """Returns a file name made of the letters and digits of a text; "" if it has none."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-_")[:MAX_NAME].rstrip(".-_")
+def safe_name(text: str, others: str = "") -> str:
+    """Returns a file name made of the English letters, digits and `others` of a text; "" if it has none."""
+    return re.sub(rf"[^A-Za-z0-9._{others}-]+", "-", text).strip(".-_")[:MAX_NAME].rstrip(".-_")
+
+
+def as_argument(path: str) -> str:
+    """Returns a path that a command does not take for an option."""
+    return f"./{path}" if path.startswith("-") else path
 
 
 def shown_command(arguments: list[str]) -> str:
@@ -216,7 +250,3 @@ def _flat(run: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def as_dict(values: Any) -> dict[str, Any]:
-    return values if isinstance(values, dict) else {}

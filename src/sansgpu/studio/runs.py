@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from sansgpu.config import ConfigError, RunPaths
 from sansgpu.config.paths import RUNS, contains_run
+from sansgpu.config.wording import truncate
 from sansgpu.events.event import Event
 from sansgpu.files.ownership import is_locked
 from sansgpu.jobs.runs import list_runs
@@ -25,6 +27,7 @@ from sansgpu.views.run_report import run_plots, with_unique_names
 MAX_EVALUATIONS, MAX_SAMPLES, MAX_WARNINGS = 12, 6, 20
 MAX_COMPARED = 8
 LOG_LINES = 60
+POLL_SECONDS, POLL_RATIO = 2, 20  # wait at least this long, and this many times as long as reading took
 
 
 def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
@@ -97,14 +100,16 @@ class _Runs:
 
     async def run(self, request: Request) -> Response:
         run = query_of(request, "run")
-        return run_page(self._studio, request, "run", "run_step.html", run, **self._state(run))
+        return run_page(self._studio, request, "run", "run_step.html", run, **await asyncio.to_thread(self._state, run))
 
     async def state(self, request: Request) -> Response:
         run = query_of(request, "run")
-        return self._studio.page(request, "run_state.html", run=run, **self._state(run))
+        state = await asyncio.to_thread(self._state, run)
+        return self._studio.page(request, "run_state.html", run=run, way=way_of(self._project, run), **state)
 
     def _state(self, run: str) -> dict[str, Any]:
-        """Returns what is known of a run and its process now."""
+        """Returns what is known of a run and its process now, and after how many seconds to ask again."""
+        started = time.monotonic()
         record, process = record_of(self._project, run), self._project.process(run)
         held = record is not None and is_locked(record.paths)
         is_active = held or process.is_alive
@@ -114,6 +119,7 @@ class _Runs:
             "is_active": is_active,
             "failure": "" if is_active else process.failure,
             "record": record,
+            "wait": max(POLL_SECONDS, round((time.monotonic() - started) * POLL_RATIO)),
         }
         found["log"] = "\n".join(process.log.splitlines()[-LOG_LINES:])
         if record is None:
@@ -148,15 +154,14 @@ class _Runs:
         )  # fmt: skip
 
     async def stop(self, request: Request) -> Response:
-        run = (await form_of(request)).get("run", "")
-        self._project.run_folder(run)
+        run = self._project.run_path((await form_of(request)).get("run", ""))
         self._project.process(run).stop()
         return self._studio.back(address("/run", run=run))
 
     async def resume(self, request: Request) -> Response:
         """Resumes a run, with changed keys if there are any: one `key.path=value` a line."""
         form = await form_of(request)
-        run = form.get("run", "")
+        run = self._project.run_path(form.get("run", ""))
         if self._state(run)["is_active"]:
             raise ConfigError(f"{run} is being trained already; stop it first.")
         changes = [line.strip() for line in form.get("changes", "").splitlines() if line.strip()]
@@ -167,8 +172,9 @@ class _Runs:
     async def fork(self, request: Request) -> Response:
         """Copies a snapshot into a new run, which can be resumed with other settings."""
         fields = await fields_of(request)
-        run, snapshot = fields.get("run", [""])[0], fields.get("snapshot", [""])[0]
-        self._project.run_folder(run)
+        run, snapshot = self._project.run_path(fields.get("run", [""])[0]), fields.get("snapshot", [""])[0]
+        if snapshot not in _snapshots(RunPaths(self._project.root / run)):
+            raise ConfigError(f"{run} has no snapshot {truncate(snapshot)}; reload the page.")
         target = self._project.new_run(f"{Path(run).name}-from-{snapshot.removeprefix('step-').lstrip('0')}")
         command = self._project.commands.run(
             f"{run}/fork", ["snapshots", "fork", run, "--snapshot", snapshot, "--output-dir", target], object()

@@ -80,7 +80,7 @@ class _Taking:
 
     async def export(self, request: Request) -> Response:
         form = await form_of(request)
-        run, name = form.get("run", ""), form.get("format", "")
+        run, name = self._project.run_path(form.get("run", "")), form.get("format", "")
         record = record_of(self._project, run)
         known = {one.name: one for one in _FORMS[kind_of(record)]} if record else {}
         if name not in known:
@@ -119,14 +119,12 @@ class _Taking:
         return FileResponse(file, media_type="application/octet-stream", filename=file.name)
 
     async def serve(self, request: Request) -> Response:
-        run = (await form_of(request)).get("run", "")
-        self._project.run_folder(run)
+        run = self._project.run_path((await form_of(request)).get("run", ""))
         ModelServer(self._project, run).start()
         return self._studio.back(address("/take", run=run))
 
     async def stop(self, request: Request) -> Response:
-        run = (await form_of(request)).get("run", "")
-        self._project.run_folder(run)
+        run = self._project.run_path((await form_of(request)).get("run", ""))
         ModelServer(self._project, run).stop()
         return self._studio.back(address("/take", run=run))
 

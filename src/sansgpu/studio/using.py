@@ -22,7 +22,7 @@ from sansgpu.machine.http.hosts import is_this_machine, name_in
 from sansgpu.studio.commands import Command, Detached
 from sansgpu.studio.held_out import held_out_values
 from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
-from sansgpu.studio.project import STATE, Project
+from sansgpu.studio.project import STATE, Project, as_argument
 from sansgpu.studio.runs import record_of, run_page
 from sansgpu.views.record import RunRecord
 from sansgpu.views.run_plots import Confusion
@@ -168,7 +168,7 @@ class _Using:
 
     async def answer(self, request: Request) -> Response:
         form = await form_of(request)
-        run, side = form.get("run", ""), form.get("side", "")
+        run, side = self._project.run_path(form.get("run", "")), form.get("side", "")
         servers = self._servers(run, self._record(run))["servers"]
         if not (prompt := form.get("prompt", "")):
             raise ConfigError("the prompt is empty; write one.")
@@ -180,8 +180,8 @@ class _Using:
             server.start()
             while server.is_alive and server.address is None:
                 await asyncio.sleep(LOADING_SECONDS)
-            text = await asyncio.to_thread(server.ask, prompt, float(form.get("temperature") or 0))
-        except (SansGPUError, ValueError) as error:
+            text = await asyncio.to_thread(server.ask, prompt, _temperature(form.get("temperature", "")))
+        except SansGPUError as error:
             problem = str(error)
         return self._studio.page(request, "answer_part.html", prompt=prompt, text=text, problem=problem)
 
@@ -195,10 +195,10 @@ class _Using:
     async def predict(self, request: Request) -> Response:
         """Predicts one row of a form, or each line of its texts."""
         form = await form_of(request)
-        run = form.get("run", "")
+        run = self._project.run_path(form.get("run", ""))
         record = self._record(run)
         rows = _rows_of(form, record)
-        file = self._project.state / "texts.jsonl"
+        file = self._project.process_file(f"texts-{run}").with_suffix(".jsonl")
         with write_failures_as(ConfigError, file):
             write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         data = str(file.relative_to(self._project.root))
@@ -221,11 +221,12 @@ class _Using:
 
     async def search(self, request: Request) -> Response:
         form = await form_of(request)
-        run, folder, words = form.get("run", ""), form.get("folder", ""), form.get("words", "")
+        run = self._project.run_path(form.get("run", ""))
+        folder, words = as_argument(form.get("folder", "")), form.get("words", "")
         self._record(run)
         if not folder or not words:
             raise ConfigError("a folder and a question are needed to search; write both.")
-        self._project.commands.run(f"{run}/search", ["search", run, folder, words, "--json"], object())
+        self._project.commands.run(f"{run}/search", ["search", "--json", "--", run, folder, words], object())
         return self._studio.back(address("/try", run=run))
 
     async def found(self, request: Request) -> Response:
@@ -233,6 +234,13 @@ class _Using:
         return self._studio.page(
             request, "found_part.html", run=run, command=self._project.commands.known(f"{run}/search")
         )
+
+
+def _temperature(text: str) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:
+        raise ConfigError(f"the temperature {truncate(text)} is not a number; write e.g. 0.7.") from None
 
 
 @dataclass(frozen=True)
@@ -289,7 +297,8 @@ def _rows_of(form: Any, record: RunRecord) -> list[dict[str, str]]:
 def serving(project: Project) -> Iterator[ModelServer]:
     """Yields the servers that live, whichever studio has started them."""
     for file in sorted(project.process_file("serve-").parent.glob("serve-*.json")):
-        if command := Detached(file).command:
-            server = ModelServer(project, command[1])
-            if server.is_alive:
-                yield server
+        match Detached(file).command:
+            case ["serve", target, *_]:
+                server = ModelServer(project, target)
+                if server.is_alive:
+                    yield server

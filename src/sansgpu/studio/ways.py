@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sansgpu.jobs.runs import run_folders
 from sansgpu.studio.commands import Command
 from sansgpu.studio.model_choice import local_models, suggested_models
 from sansgpu.studio.pages import Handler, Studio, fields_of, form_of
-from sansgpu.studio.project import MAX_UPLOAD_BYTES, Answers, safe_name
+from sansgpu.studio.project import MAX_UPLOAD_BYTES, Answers, as_argument, safe_name
 from sansgpu.studio.remedies import config_with, fields_by_key
 from sansgpu.views.data_look import look_parts
 
@@ -37,6 +38,7 @@ OFFERED = (
 )  # fmt: skip
 _LOOK = TypeAdapter(DataLook)
 MAX_WAYS = 50  # on the first page
+MAX_WATCHED = 1000  # files of a dataset whose changes are seen
 
 
 def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
@@ -55,6 +57,7 @@ def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
         (f"{way}/look", "GET", steps.look),
         (f"{way}/set", "POST", steps.set_key),
         (f"{way}/unset", "POST", steps.unset_key),
+        (f"{way}/again", "POST", steps.again),
         (f"{way}/model", "GET", steps.model),
         (f"{way}/model", "POST", steps.choose_model),
         (f"{way}/fit", "GET", steps.fit),
@@ -105,6 +108,7 @@ class _Ways:
         name = request.path_params["name"]
         folder = self._project.upload_folder(name)
         files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        files = [file for file in files if not file.startswith(".")]
         answers = self._project.answers(name)
         built_in = PURPOSES[answers.task].built_in if answers.task else None
         return self._studio.way_page(
@@ -116,10 +120,7 @@ class _Ways:
     async def upload(self, request: Request) -> Response:
         """Receives a file into the folder of the way. A later file of the same name replaces it."""
         name, given = request.path_params["name"], Path(request.path_params["file"])
-        answers = self._project.answers(name)
-        suffixes = "".join(given.suffixes[-2:]) if given.suffix in (".gz", ".zst", ".bz2", ".xz") else given.suffix
-        stem = safe_name(given.name.removesuffix(suffixes)) or "data"
-        file = self._project.upload_folder(name) / f"{stem}{safe_name(suffixes) and '.' + safe_name(suffixes)}"
+        file = self._file_for(name, given)
         if int(request.headers.get("content-length", 0)) > MAX_UPLOAD_BYTES:
             raise ConfigError(_too_large(given.name))
         shown = file.relative_to(self._project.root)
@@ -133,8 +134,19 @@ class _Ways:
                         raise ConfigError(_too_large(given.name))
                     written.write(part)
                 written.flush()
-        self._project.save(name, replace(answers, data=self._project.dataset(name)))
+        self._change(name, data=self._project.dataset(name))
         return Response(status_code=204)
+
+    def _file_for(self, name: str, given: Path) -> Path:
+        """Returns where an uploaded file is kept: under its own name, or a similar one that is still free."""
+        suffixes = "".join(given.suffixes[-2:]) if given.suffix in (".gz", ".zst", ".bz2", ".xz") else given.suffix
+        ending = f".{safe_name(suffixes)}" if safe_name(suffixes) else ""
+        stem = safe_name(given.name.removesuffix(suffixes), r"\w") or "data"
+        file = self._project.upload_folder(name) / f"{stem}{ending}"
+        number = 2
+        while file.name != given.name and file.exists():
+            file, number = file.with_name(f"{stem}-{number}{ending}"), number + 1
+        return file
 
     async def remove(self, request: Request) -> Response:
         name, form = request.path_params["name"], await form_of(request)
@@ -149,7 +161,7 @@ class _Ways:
         name, form = request.path_params["name"], await form_of(request)
         if not (data := form.get("data", "")):
             raise ConfigError("the name of the data is empty; drop a file, or write a path or a name on the Hub.")
-        self._change(name, data=data)
+        self._change(name, data=as_argument(data))
         return self._studio.back(f"/way/{name}/data")
 
     async def look(self, request: Request) -> Response:
@@ -168,7 +180,7 @@ class _Ways:
             answers.data,
             *(["--task", answers.task] if answers.task and not answers.task_is_guessed else []),
         ]
-        if answers.model and (self._project.root / answers.model).exists():
+        if answers.model and self._project.has(answers.model):
             arguments += ["--model", answers.model]
         command = self._project.commands.run(
             f"{name}/look", [*arguments, *_set(answers.settings), "--json"], self._state_of(answers.data)
@@ -188,9 +200,9 @@ class _Ways:
         """Returns what changes when the files of a dataset change."""
         path = self._project.root / data
         try:
-            files = [path, *path.rglob("*")][:1000] if path.is_dir() else [path]
+            files = [path, *islice(path.rglob("*"), MAX_WATCHED)] if path.is_dir() else [path]
             return [(str(one), one.stat().st_mtime_ns, one.stat().st_size) for one in files]
-        except OSError:
+        except (OSError, ValueError):
             return None
 
     async def set_key(self, request: Request) -> Response:
@@ -206,12 +218,12 @@ class _Ways:
             elif key in fields_by_key():
                 answers = answers.with_setting(f"{key}={value}") if value else answers.without_key(key)
         config_with(answers, answers.settings)  # raises ConfigError
-        self._project.save(name, answers)
+        self._save(name, answers)
         return self._studio.back(_before(request, f"/way/{name}/data"))
 
     async def unset_key(self, request: Request) -> Response:
         name, form = request.path_params["name"], await form_of(request)
-        self._project.save(name, self._project.answers(name).without_key(form.get("key", "")))
+        self._save(name, self._project.answers(name).without_key(form.get("key", "")))
         return self._studio.back(_before(request, f"/way/{name}/data"))
 
     # Model
@@ -229,7 +241,7 @@ class _Ways:
         name, form = request.path_params["name"], await form_of(request)
         if not (model := form.get("other") or form.get("model", "")):
             raise ConfigError("no model is chosen; choose one, or write a folder, a GGUF file or a name on the Hub.")
-        self._change(name, model=model)
+        self._change(name, model=as_argument(model))
         return self._studio.back(f"/way/{name}/model")
 
     async def fit(self, request: Request) -> Response:
@@ -331,12 +343,24 @@ class _Ways:
         self._project.answers(name)
         if not self._project.config_text(name):
             raise ConfigError(f"{name}.yaml is not written yet; wait until the plan is shown.")
+        if active := next((run for run in self._project.runs_of(name) if self._project.process(run).is_alive), None):
+            raise ConfigError(f"{active} is being trained already; stop it first.")
         run = self._project.new_run(name)
         self._project.start(run, ["train", f"{name}.yaml", "--output-dir", run, "--plain"])
         return self._studio.back(f"/run?run={run}")
 
+    async def again(self, request: Request) -> Response:
+        """Runs the failed commands of a way again."""
+        name = request.path_params["name"]
+        self._project.commands.forget_failed(name)
+        return self._studio.back(_before(request, f"/way/{name}/data"))
+
     def _change(self, name: str, **changes: Any) -> None:
-        self._project.save(name, replace(self._project.answers(name), **changes))
+        self._save(name, replace(self._project.answers(name), **changes))
+
+    def _save(self, name: str, answers: Answers) -> None:
+        self._project.save(name, answers)
+        self._project.commands.forget_failed(name)
 
 
 def _row_examples(task: str | None) -> list[str]:

@@ -160,8 +160,10 @@ def _known(key: str, form: str, scale: float = 1.0) -> Callable[[RunSummary], st
     return lambda found: None if (value := getattr(found, key)) is None else form.format(value * scale)
 
 
-def _steps(found: RunSummary) -> str:
-    return f"{found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
+def _steps(found: RunSummary) -> str | None:
+    return (
+        None if found.step is None else f"{found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
+    )
 
 
 def _final(found: RunSummary) -> str | None:

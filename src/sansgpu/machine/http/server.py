@@ -81,8 +81,8 @@ def run_app(
 
     def end(_: str) -> None:
         write_line("stopping; press Ctrl-C again to stop now")
-        stop()
         server.should_exit = True
+        stop()
 
     # asyncio logs each write to a client that has disconnected.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -32,6 +32,17 @@ if (drop) {
   }
 }
 
+// Says that the studio has ended or was started anew, so that this page cannot change any more.
+for (const name of ["htmx:sendError", "htmx:responseError"]) {
+  document.addEventListener(name, () => {
+    if (document.getElementById("ended")) return;
+    const said = document.createElement("p");
+    Object.assign(said, { id: "ended", className: "problem", role: "alert" });
+    said.textContent = "The studio does not answer. A run goes on without it: start the studio again, and open the address that it prints.";
+    document.querySelector("main").prepend(said);
+  });
+}
+
 // Buttons that copy the text before them.
 document.addEventListener("click", async ({ target }) => {
   if (!target.classList.contains("copy")) return;
