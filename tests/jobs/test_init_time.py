@@ -29,17 +29,31 @@ def _hours(*arguments: str) -> float:
     return hours
 
 
+def test_other_keys_are_used_and_shown_in_the_proposal(tmp_path: Path, capsys: Captured) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"remark": f"a word {n}", "kind": "ab"[n % 2]} for n in range(40)])
+    asked = ["--text", str(rows), "--task", "classify", "--model", str(model_folder("bert"))]
+    assert cli(["init", "a.yaml", "--yes", *asked]) == 0
+    assert "a run would stop, because" in capsys.readouterr().err
+    columns = ["--set", "data.text_column=remark", "--set", "data.label_column=kind"]
+    _hours(*asked, *columns)
+    assert "20 epochs take 40 steps of about " in capsys.readouterr().err
+    _hours(*asked, *columns, "--set", "training.num_epochs=4")
+    assert "4 epochs take 8 steps of about " in capsys.readouterr().err
+    config = load_config(Path("a.yaml"))[0]
+    assert (config.training.num_epochs, config.data.text_column) == (4, "remark")
+
+
 def test_chats_are_recognized_and_get_the_time_of_their_epochs(tmp_path: Path, capsys: Captured) -> None:
     rows, model = chat_rows(tmp_path / "rows.jsonl"), str(model_folder("qwen2"))
     assert _hours("--text", str(rows), "--model", model) < 1
     shown = capsys.readouterr().err
     assert "conversations: messages (24 rows, about " in shown
     assert "for task sft" in shown
-    assert "3 epochs take 6 steps of about " in shown, "22 training rows, 16 of them in a step"
+    assert "20 epochs take 40 steps of about " in shown, "22 training rows, 16 of them in a step"
     assert " GB of memory" in shown
     assert cli(["plan", "a.yaml", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["total_steps"], plan["epochs"]) == (6, pytest.approx(3))
+    assert (plan["total_steps"], plan["epochs"]) == (40, pytest.approx(20))
 
 
 def test_given_hours_decide(tmp_path: Path, capsys: Captured) -> None:

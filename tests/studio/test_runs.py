@@ -142,6 +142,8 @@ def test_files_of_a_stranger_are_shown_as_text(home: Path, folder: Path) -> None
     (folder / "runs" / "linked").symlink_to("/etc")
     (folder / "runs" / "broken").mkdir()
     (folder / "runs" / "broken" / "metrics.jsonl").write_text("[[[")
+    shutil.copytree(folder / "runs" / HOSTILE.replace("/", "_"), folder / "runs" / "damaged")
+    (folder / "runs" / "damaged" / "config.yaml").write_text("task: [")
     (folder / ".studio").mkdir()
     (folder / ".studio" / "torn.json").write_text('{"task": ["')
     with studio(folder) as visitor:
@@ -152,6 +154,34 @@ def test_files_of_a_stranger_are_shown_as_text(home: Path, folder: Path) -> None
             assert "<script>document" not in page.body
             assert "Traceback" not in page.body
         assert visitor.open("/run?run=runs/linked").status == 400
+
+
+def test_links_of_a_stranger_lead_nowhere(home: Path, folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("my secret", encoding="utf-8")
+    assert train(home, folder / "runs" / "one", "--max-steps", "4") == 0
+    processes = folder / ".studio" / "processes"
+    processes.mkdir(parents=True)
+    (processes / "runs__one.log").symlink_to(secret)
+    (processes / "serve-x.json").write_text('{"command": ["serve"], "pid": "1"}', encoding="utf-8")
+    (folder / "data").mkdir()
+    (folder / "data" / "linked").symlink_to(tmp_path)
+    (folder / ".studio" / "linked.json").write_text('{"task": "sft"}', encoding="utf-8")
+    (folder / ".studio" / "dangling.json").symlink_to(tmp_path / "nothing")
+    (folder / "yaml.py").write_text("open('ran', 'w')", encoding="utf-8")
+    with studio(folder) as visitor:
+        assert "dangling" in visitor.enter().text
+        assert "my secret" not in visitor.open("/run?run=runs/one").body
+        assert visitor.upload("linked", "a.csv", b"text\na\n").status == 400
+        visitor.submit("/run/resume", run="runs/one", changes="training.max_steps=6")
+        visitor.until("/run?run=runs/one", lambda page: "step 6 of 6" in page.text and "try it" in page.text)
+        for snapshot in ("../../one/snapshots/step-000004", "step-000004/../step-000004", ""):
+            assert "has no snapshot" in visitor.submit("/run/fork", run="runs/one", snapshot=snapshot).text
+        for run in ("--help", "%00", "../x", "x" * 5000):
+            assert visitor.open(f"/run?run={run}").status == 400
+    assert secret.read_text(encoding="utf-8") == "my secret"
+    assert [path.name for path in (folder / "runs").iterdir()] == ["one"]
+    assert not (folder / "ran").exists()
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:

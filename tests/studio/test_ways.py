@@ -52,7 +52,7 @@ def test_a_table_becomes_a_classifier_that_was_used(visited: Studio) -> None:
     assert "models/bert" in visited.open(f"/way/{way}/model").text
     visited.submit(f"/way/{way}/model", model="models/bert")
     assert "It fits." in visited.shows(f"/way/{way}/model", "Next: time").text
-    visited.submit(f"/way/{way}/time", kind="hours", hours="1m")
+    visited.submit(f"/way/{way}/time", kind="hours", hours="1", unit="m")
     visited.submit(f"/way/{way}/set", **{"training.max_steps": "4", "data.max_length": "32", "training.num_epochs": ""})
     page = visited.shows(f"/way/{way}/time", "Start training")
     assert "4 steps of" in page.text
@@ -74,6 +74,9 @@ def test_a_table_becomes_a_classifier_that_was_used(visited: Studio) -> None:
     assert page.body.count('<div class="answer">') == 2
     assert HOSTILE not in page.body
     assert "<script>document" not in page.body
+    visited.submit("/try/predict", run="runs/opinions", texts="another text")
+    page = visited.until("/try?run=runs/opinions", lambda page: page.body.count('<div class="answer">') == 1)
+    assert "another text" in page.text
     visited.submit("/try/held-out", run="runs/opinions")
     page = visited.shows("/try?run=runs/opinions", "the worst first")
     assert "the model learns a word" in page.text or "the model forgets a word" in page.text
@@ -104,6 +107,12 @@ def test_what_is_wrong_with_data_is_said_with_buttons(visited: Studio) -> None:
     visited.submit(f"/way/{way}/source", data="no/such/file.csv")
     page = visited.until(f"/way/{way}/data", lambda page: 'role="alert"' in page.body)
     assert "no/such/file.csv" in page.text
+    visited.submit(f"/way/{way}/source", data="later.csv")
+    visited.until(f"/way/{way}/data", lambda page: 'role="alert"' in page.body)
+    (visited.folder / "later.csv").write_text("text,label\n" + "a word,x\nthe page,y\n" * 20, encoding="utf-8")
+    assert 'role="alert"' in visited.open(f"/way/{way}/data").body
+    visited.submit(f"/way/{way}/again")
+    visited.shows(f"/way/{way}/data", "What was found")
     visited.upload(way, "picture.csv", bytes(range(256)) * 40)
     visited.submit(f"/way/{way}/source", data="data/wrong/picture.csv")
     page = visited.until(f"/way/{way}/data", lambda page: 'role="alert"' in page.body)
@@ -130,7 +139,8 @@ def test_the_purpose_is_guessed_from_the_rows(visited: Studio, tmp_path: Path) -
         (".sansgpu.json", "sansgpu.json"),
         ("..", "data"),
         ("a\0b c.csv", "a-b-c.csv"),
-        ("Ünïcode námes.tar.gz", "n-code-n-mes.tar.gz"),
+        ("Ünïcode námes.tar.gz", "Ünïcode-námes.tar.gz"),
+        ("训练.csv", "训练.csv"),
         ("x" * 300 + ".jsonl", "x" * 60 + ".jsonl"),
     ],
 )
@@ -164,10 +174,10 @@ def test_a_configuration_that_was_edited_by_hand_is_kept(visited: Studio) -> Non
     visited.upload(way, "reviews.csv", REVIEWS.encode())
     visited.submit(f"/way/{way}/set", **{"data.text_column": "comment"})
     visited.submit(f"/way/{way}/model", model="models/bert")
-    visited.submit(f"/way/{way}/time", kind="hours", hours="1m")
+    visited.submit(f"/way/{way}/time", kind="hours", hours="1", unit="m")
     visited.shows(f"/way/{way}/time", "Start training")
     file = visited.folder / "edited.yaml"
-    mine = file.read_text(encoding="utf-8").replace("num_epochs: 3", "num_epochs: 2  # mine")
+    mine = file.read_text(encoding="utf-8").replace("num_epochs: ", "num_epochs: 1")
     file.write_text(mine, encoding="utf-8")
     assert "edited.yaml was edited by hand" in visited.open(f"/way/{way}/time").text
     visited.submit(f"/way/{way}/set", **{"training.num_epochs": "5"})
@@ -187,7 +197,7 @@ def test_conversations_become_an_assistant_for_ollama(visited: Studio) -> None:
     visited.submit(f"/way/{way}/model", other="models/qwen2")
     page = visited.shows(f"/way/{way}/data", "What was found")
     assert "learned)" in page.text, "the tokens of the chosen model"
-    visited.submit(f"/way/{way}/time", kind="hours", hours="1m")
+    visited.submit(f"/way/{way}/time", kind="hours", hours="1", unit="m")
     visited.submit(f"/way/{way}/set", **{"training.max_steps": "2"})
     visited.shows(f"/way/{way}/time", "Start training")
     visited.submit(f"/way/{way}/start")
@@ -218,7 +228,7 @@ def test_a_folder_of_notes_becomes_a_model_from_scratch(visited: Studio, tmp_pat
     visited.submit(f"/way/{way}/source", data=str(notes))
     visited.shows(f"/way/{way}/data", "What was found")
     assert "tokens per second" in visited.shows(f"/way/{way}/model", "Next: time").text
-    visited.submit(f"/way/{way}/time", kind="hours", hours="1m")
+    visited.submit(f"/way/{way}/time", kind="hours", hours="1", unit="m")
     visited.shows(f"/way/{way}/time", "Start training")
     visited.submit(f"/way/{way}/set", **{"training.max_steps": "30", "training.eval_steps": "10"})
     visited.shows(f"/way/{way}/time", "30 steps of")

@@ -54,7 +54,7 @@ def load_config(
     if path and trusted and find_beside:
         notes += use_files_beside(schema, values, path.parent, overridden)
     config = as_config(schema, values, where)
-    overriding = [overridden_key(one) for one in overrides if _key_and_value(one)[0] == "training.batch_size"]
+    overriding = [overridden_key(one) for one in overrides if key_and_value(one)[0] == "training.batch_size"]
     require_batch_size(config.training, overriding[-1:] or replaced, processes)
     return config, [*notes, *overriding_notes, *unused_settings(values)]
 
@@ -162,7 +162,7 @@ def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
     """Applies the overrides. Returns notes about keys of other trainers and about replaced top-level keys."""
     notes, replaced, keys = [], [], set()
     for override in overrides:
-        given, (key, value) = overridden_key(override), _key_and_value(override)
+        given, (key, value) = overridden_key(override), key_and_value(override)
         name = key.removeprefix("training.")
         if name in TOP_LEVEL_KEYS:
             top = values.pop(name, None)
@@ -189,7 +189,7 @@ def _shorten_windows(values: Values, overridden: set[str]) -> list[str]:
     return [f"data.max_length is {longest} instead of {length}, because it cannot be longer than model.max_seq_len."]
 
 
-def _key_and_value(override: Override) -> tuple[str, Any]:
+def key_and_value(override: Override) -> tuple[str, Any]:
     """Returns the full key and the value of an override, e.g. `training.device` for the top-level key `device`.
 
     Translates keys of other trainers.

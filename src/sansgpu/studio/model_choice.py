@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config.paths import RUNS, RunPaths
+from sansgpu.config.plain_data import InvalidDataError, parse_json, read_regular
 from sansgpu.config.tasks import Purpose
 from sansgpu.jobs.runs import run_folders
+from sansgpu.views.tables import storage
 
-MAX_LISTED = 40
+MAX_LISTED, MAX_CONFIG_BYTES = 40, 4 << 20
+_DECODER, _ENCODER = "writes text", "reads text"
 _DECODERS = (
     ("HuggingFaceTB/SmolLM2-135M-Instruct", "135M", "English; minutes on a laptop"),
     ("google/gemma-3-270m-it", "270M", "140 languages"),
@@ -50,9 +53,14 @@ def suggested_models(task: str | None, purpose: Purpose) -> list[OfferedModel]:
     return sorted(listed, key=lambda model: model.name != purpose.model)
 
 
-def local_models(root: Path) -> list[OfferedModel]:
-    """Returns finished runs, model folders and GGUF files in the project, and models that the Hub's cache has."""
-    return [*_in_project(root)][:MAX_LISTED] + [*_in_cache()][:MAX_LISTED]
+def local_models(root: Path, purpose: Purpose) -> list[OfferedModel]:
+    """Returns finished runs, model folders and GGUF files in the project, and models that the Hub's cache has.
+
+    Those whose kind the purpose usually starts from come first.
+    """
+    kind = _DECODER if purpose.is_decoder else _ENCODER
+    found = [*_in_project(root)][:MAX_LISTED] + [*_in_cache()][:MAX_LISTED]
+    return sorted(found, key=lambda model: kind not in model.note)
 
 
 def _in_project(root: Path) -> Iterator[OfferedModel]:
@@ -63,9 +71,22 @@ def _in_project(root: Path) -> Iterator[OfferedModel]:
         with suppress(OSError):
             for path in sorted(folder.iterdir()):
                 if path.suffix == ".gguf":
-                    yield OfferedModel(str(path.relative_to(root)), "a GGUF file in the project")
+                    yield OfferedModel(str(path.relative_to(root)), f"{_DECODER}, {_size(path)}, in the project")
                 elif (path / "config.json").is_file():
-                    yield OfferedModel(str(path.relative_to(root)), "a folder in the project")
+                    yield OfferedModel(str(path.relative_to(root)), f"{_kind_of(path)}, {_size(path)}, in the project")
+
+
+def _kind_of(folder: Path) -> str:
+    """Returns what a model folder is for, by the class that its config.json names."""
+    try:
+        found = parse_json(read_regular(folder / "config.json", MAX_CONFIG_BYTES)).get("architectures") or [""]
+        return _DECODER if "CausalLM" in str(found[0]) or "ConditionalGeneration" in str(found[0]) else _ENCODER
+    except (OSError, ValueError, AttributeError, TypeError, InvalidDataError):
+        return "a model"
+
+
+def _size(path: Path) -> str:
+    return storage(sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir())))
 
 
 def _in_cache() -> Iterator[OfferedModel]:

@@ -16,10 +16,12 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import counted, duration
+from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.studio.access import RefusedError
 from sansgpu.studio.commands import Command
 from sansgpu.studio.project import Answers, Project, shown_command
 from sansgpu.studio.remedies import remedies
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.views.plots import PALETTE
 from sansgpu.views.tables import storage
 
@@ -51,7 +53,7 @@ class Studio:
         )
         self._templates.globals.update(
             storage=storage, duration=duration, counted=counted, shown_command=shown_command, remedies=remedies,
-            project=project, address=address, palette=PALETTE,
+            project=project, address=address, palette=PALETTE, tasks=SCHEMA.tasks.tasks,
         )  # fmt: skip
 
     def page(self, request: Request, template: str, **values: Any) -> HTMLResponse:
@@ -69,13 +71,18 @@ class Studio:
 
     def steps(self, current: str, way: str | None, run: str | None) -> list[Step]:
         """Returns the steps of a way, of which those of a run need one."""
-        found = [Step("Purpose", "/" if way is None else f"/way/{way}/purpose", current == "purpose")]
-        names = [name for name in WAY_STEPS if name != "purpose"]
-        found += [Step(WAY_STEPS[name], f"/way/{way}/{name}" if way else None, current == name) for name in names]
-        return found + [
-            Step(title, address(f"/{name}", run=run) if run else None, current == name)
-            for name, title in RUN_STEPS.items()
-        ]
+        ready = {"run"} if run else set()
+        if run and (self.project.run_folder(run) / "final").is_dir():
+            ready |= {"try", "take"}
+        answers = self.project.answers_or_problem(way) if way else None
+        if isinstance(answers, Answers):
+            ready |= {"purpose", "data"} | ({"model"} if answers.task and answers.data else set())
+            purpose = PURPOSES.get(answers.task or "")
+            ready |= {"time"} if "model" in ready and (answers.model or not (purpose and purpose.model)) else set()
+        ways = {name: f"/way/{way}/{name}" for name in WAY_STEPS}
+        addresses = ways | {name: address(f"/{name}", run=run) for name in RUN_STEPS}
+        titles = WAY_STEPS | RUN_STEPS
+        return [Step(titles[name], addresses[name] if name in ready else None, current == name) for name in titles]
 
     def way_page(self, request: Request, step: str, template: str, **values: Any) -> HTMLResponse:
         """Renders the page of a step before the run."""
@@ -114,7 +121,8 @@ class Studio:
                     path, _, query = request.headers["referer"].partition("://")[2].partition("/")[2].partition("?")
                     kept = {name: values[0] for name, values in parse_qs(query).items() if name != "message"}
                     return self.back(address(f"/{path}", **kept), sentence)
-                answer = self.page(request, "problem.html", problem=sentence)
+                way = request.path_params.get("name")
+                answer = self.page(request, "problem.html", problem=sentence, steps=self.steps("", way, None))
                 answer.status_code = int(status)
                 return answer
 

@@ -73,6 +73,7 @@ class _Runs:
 
     def __init__(self, studio: Studio) -> None:
         self._studio, self._project = studio, studio.project
+        self._stopping: set[str] = set()  # runs that were asked to stop
 
     async def listed(self, request: Request) -> Response:
         return self._studio.page(request, "runs.html", current="runs", steps=[])
@@ -117,6 +118,7 @@ class _Runs:
             raise ConfigError(f"there is no run {run}; choose one from the list of runs.")
         found: dict[str, Any] = {
             "is_active": is_active,
+            "is_stopping": is_active and run in self._stopping,
             "failure": "" if is_active else process.failure,
             "record": record,
             "wait": max(POLL_SECONDS, round((time.monotonic() - started) * POLL_RATIO)),
@@ -156,6 +158,7 @@ class _Runs:
     async def stop(self, request: Request) -> Response:
         run = self._project.run_path((await form_of(request)).get("run", ""))
         self._project.process(run).stop()
+        self._stopping.add(run)
         return self._studio.back(address("/run", run=run))
 
     async def resume(self, request: Request) -> Response:
@@ -166,6 +169,7 @@ class _Runs:
             raise ConfigError(f"{run} is being trained already; stop it first.")
         changes = [line.strip() for line in form.get("changes", "").splitlines() if line.strip()]
         command = ["train", "--resume", "latest", "--output-dir", run, "--plain"]
+        self._stopping.discard(run)
         self._project.start(run, [*command, *(part for change in changes for part in ("--set", change))])
         return self._studio.back(address("/run", run=run))
 

@@ -30,7 +30,7 @@ from sansgpu.views.run_plots import Confusion
 ANSWER_SECONDS = 600
 LOADING_SECONDS = 0.3  # between two looks whether a model is loaded
 MAX_ANSWER_TOKENS = 256
-MAX_TEXTS = 200
+MAX_TEXTS, MAX_ANSWERS = 200, 40
 _SERVING = re.compile(r"^serving .* at (http://\S+) \(", re.MULTILINE)
 # What the models of a run are used for, by the command that its task declares for them.
 _KINDS = {
@@ -131,6 +131,7 @@ class _Using:
 
     def __init__(self, studio: Studio) -> None:
         self._studio, self._project = studio, studio.project
+        self._answered: dict[str, list[dict[str, str]]] = {}  # the last answers of each run, the newest first
 
     def _record(self, run: str) -> RunRecord:
         record = record_of(self._project, run)
@@ -147,7 +148,7 @@ class _Using:
             base=_base_of(self._project, record), pairs=record.section("data").get("text_pair_column") is not None,
             confusion=Confusion.of(record), prompt=record.section("training").get("sample_prompt") or "",
             **({"command": self._project.commands.known(f"{run}/search")} if kind == "search" else {}),
-            **self._predictions(run), **self._servers(run, record),
+            **self._predictions(run), **self._servers(run, record), answered=self._answered.get(run, []),
             shows_rows=kind == "predict" or "reward" in str(record.settings.main_metric.name),
             **held_out_values(
                 self._project, run, *(request.query_params.get(name, "") for name in ("label", "predicted"))
@@ -183,7 +184,9 @@ class _Using:
             text = await asyncio.to_thread(server.ask, prompt, _temperature(form.get("temperature", "")))
         except SansGPUError as error:
             problem = str(error)
-        return self._studio.page(request, "answer_part.html", prompt=prompt, text=text, problem=problem)
+        answer = {"side": side, "prompt": prompt, "text": text, "problem": problem}
+        self._answered[run] = [answer, *self._answered.get(run, [])][:MAX_ANSWERS]
+        return self._studio.page(request, "answer_part.html", answer=answer)
 
     def _unload_others(self, servers: dict[str, ModelServer]) -> None:
         """Frees the memory of the models that another run's page has loaded."""

@@ -26,7 +26,7 @@ from sansgpu.jobs.init.corpora import SHORT_NAMES
 from sansgpu.jobs.runs import run_folders
 from sansgpu.studio.commands import Command
 from sansgpu.studio.model_choice import local_models, suggested_models
-from sansgpu.studio.pages import Handler, Studio, fields_of, form_of
+from sansgpu.studio.pages import Handler, Studio, form_of
 from sansgpu.studio.project import MAX_UPLOAD_BYTES, Answers, as_argument, safe_name
 from sansgpu.studio.remedies import config_with, fields_by_key
 from sansgpu.views.data_look import look_parts
@@ -91,7 +91,7 @@ class _Ways:
         task = form.get("task") or None
         if task is not None and task not in PURPOSES:
             raise ConfigError(f"there is no purpose {truncate(task)}; choose one from the page.")
-        name = self._project.new_way(form.get("name") or task or "model", Answers(task, task_is_guessed=task is None))
+        name = self._project.new_way(form.get("name") or _short_name(task), Answers(task, task_is_guessed=task is None))
         return self._studio.back(f"/way/{name}/data")
 
     async def purpose(self, request: Request) -> Response:
@@ -207,16 +207,8 @@ class _Ways:
 
     async def set_key(self, request: Request) -> Response:
         """Writes a key; an empty value removes it."""
-        name, fields = request.path_params["name"], await fields_of(request)
-        answers = self._project.answers(name)
-        for key, values in fields.items():
-            value = values[-1].strip()
-            if key == "task":
-                answers = replace(answers, task=_one_of(PURPOSES, value), task_is_guessed=False)
-            elif key == "setting":
-                answers = answers.with_setting(value)
-            elif key in fields_by_key():
-                answers = answers.with_setting(f"{key}={value}") if value else answers.without_key(key)
+        name, form = request.path_params["name"], await form_of(request)
+        answers = _with_keys(self._project.answers(name), form)
         config_with(answers, answers.settings)  # raises ConfigError
         self._save(name, answers)
         return self._studio.back(_before(request, f"/way/{name}/data"))
@@ -231,7 +223,7 @@ class _Ways:
     async def model(self, request: Request) -> Response:
         answers = self._project.answers(request.path_params["name"])
         purpose = PURPOSES[_chosen_task(answers)]
-        local = await asyncio.to_thread(local_models, self._project.root) if purpose.model else []
+        local = await asyncio.to_thread(local_models, self._project.root, purpose) if purpose.model else []
         return self._studio.way_page(
             request, "model", "model_step.html", purpose=purpose, local=local,
             suggested=suggested_models(answers.task, purpose), **self._fit_values(request.path_params["name"]),
@@ -287,14 +279,16 @@ class _Ways:
         name, form = request.path_params["name"], await form_of(request)
         kind, time = form.get("kind", ""), ""
         if kind == "hours":
-            time = form.get("hours", "")
+            time = form.get("hours", "") + form.get("unit", "")
             parse_hours(time)
         elif kind == "until":
             try:
                 time = normal_time(form.get("until", ""))
             except ValueError as error:
                 raise ConfigError(f"the time cannot be used: {error}.") from None
-        self._change(name, time=time)
+        answers = _with_keys(replace(self._project.answers(name), time=time), form)
+        config_with(answers, answers.settings)  # raises ConfigError
+        self._save(name, answers)
         return self._studio.back(f"/way/{name}/time")
 
     async def plan(self, request: Request) -> Response:
@@ -361,6 +355,23 @@ class _Ways:
     def _save(self, name: str, answers: Answers) -> None:
         self._project.save(name, answers)
         self._project.commands.forget_failed(name)
+
+
+def _short_name(task: str | None) -> str:
+    """Returns a name for a way from its purpose, such as assistant."""
+    return PURPOSES[task].title.lower().removeprefix("an ").removeprefix("a ") if task else "model"
+
+
+def _with_keys(answers: Answers, form: Mapping[str, str]) -> Answers:
+    """Returns the answers with the keys that a form sets; an empty value removes a key."""
+    for key, value in form.items():
+        if key == "task":
+            answers = replace(answers, task=_one_of(PURPOSES, value), task_is_guessed=False)
+        elif key == "setting":
+            answers = answers.with_setting(value)
+        elif key in fields_by_key():
+            answers = answers.with_setting(f"{key}={value}") if value else answers.without_key(key)
+    return answers
 
 
 def _row_examples(task: str | None) -> list[str]:

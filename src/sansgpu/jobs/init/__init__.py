@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.jobs.init.answers import InitAnswers, checked, is_built_in, machine_of
 from sansgpu.jobs.init.corpora import HubCorpus, corpus_named
-from sansgpu.jobs.init.fine_tuning import fine_tuning_config, fitting_run
+from sansgpu.jobs.init.fine_tuning import epochs_for, fine_tuning_config, fitting_run
 from sansgpu.jobs.init.hours import text_bytes_of
+from sansgpu.jobs.init.sample import sample_rows
 
 if TYPE_CHECKING:
     from sansgpu.planning.presets import Processor
@@ -113,6 +115,8 @@ def _of_corpus(corpus: HubCorpus, hours: float, processor: Processor, memory: in
 def _fine_tuned(answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Warn) -> tuple[Config, str]:
     """Returns a fine-tuning configuration, which fits into memory if that can be estimated, and a comment."""
     config = fine_tuning_config(answers, purpose)
+    with suppress(ConfigError):  # the data cannot be read here
+        config = fine_tuning_config(answers, purpose, epochs_for(sample_rows(config, progress).rows, purpose))
     fitting = fitting_run(config, answers, progress, warn)
     method = "a LoRA adapter" if purpose.is_decoder else purpose.trained
     model = config.model.name_or_path

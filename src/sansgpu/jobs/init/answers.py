@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sansgpu.config import ConfigError, Override
 from sansgpu.config.data import DataConfig
+from sansgpu.config.load import key_and_value
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.sources import open_single
@@ -37,6 +38,13 @@ class InitAnswers:
     cores: int | None = None
     memory: int | None = None  # bytes
     overrides: tuple[Override, ...] = ()
+
+    @property
+    def epochs(self) -> int | None:
+        """The epochs that the user asks for, or None."""
+        values = dict(key_and_value(override) for override in self.overrides)
+        epochs = values.get("training.num_epochs")
+        return epochs if isinstance(epochs, int) else None
 
 
 def purposes_of(text: str) -> list[str]:

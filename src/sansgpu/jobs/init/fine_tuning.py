@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.jobs.init.answers import InitAnswers
 from sansgpu.tasks.configuration import as_config
 
+LEAST_STEPS, MAX_EPOCHS, USUAL_BATCH = 60, 20, 16
 # Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
 _ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
 
@@ -25,7 +27,16 @@ class FittingRun:
     available: int
 
 
-def fine_tuning_config(answers: InitAnswers, purpose: Purpose) -> Config:
+def epochs_for(rows: float, purpose: Purpose) -> int:
+    """Returns how often to read a dataset: at least as often as usual, and few rows up to MAX_EPOCHS times.
+
+    Steps, not epochs, are what small datasets lack: Mosbach et al., arXiv 2006.04884, train 20 epochs on them.
+    """
+    steps = max(1.0, rows / (purpose.batch or USUAL_BATCH))
+    return max(purpose.epochs, min(MAX_EPOCHS, math.ceil(LEAST_STEPS / steps)))
+
+
+def fine_tuning_config(answers: InitAnswers, purpose: Purpose, epochs: int | None = None) -> Config:
     """Returns the configuration for the answers, before it is made to fit. Raises ConfigError."""
     batch = {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch} if purpose.batch else {}
     config = as_config(
@@ -37,7 +48,7 @@ def fine_tuning_config(answers: InitAnswers, purpose: Purpose) -> Config:
             },
             "training": {
                 **batch,
-                "num_epochs": purpose.epochs,
+                "num_epochs": epochs or purpose.epochs,
                 "max_hours": answers.hours,
                 "save_steps": 50,
                 "eval_steps": 50,

@@ -10,20 +10,21 @@ from tempfile import TemporaryDirectory
 
 from sansgpu.config import ConfigError, change_config
 from sansgpu.config.schema import Config
-from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.data.sources import BYTES_PER_TOKEN
 from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.init.answers import InitAnswers, checked, machine_of
 from sansgpu.jobs.init.corpora import corpus_named
-from sansgpu.jobs.init.fine_tuning import FittingRun, fine_tuning_config, fitting_run
+from sansgpu.jobs.init.fine_tuning import FittingRun, epochs_for, fine_tuning_config, fitting_run
 from sansgpu.jobs.init.sample import DataSample, reading_config, sample_rows
+from sansgpu.tasks.configuration import as_config
 
 DEFAULT_HOURS = "1"  # if the data or the model cannot be read here, or the data have no end
 MARGIN = 1.2  # proposed time / estimated time, so that num_epochs ends the run although it is an estimate
 # Times to propose: in minutes, and in hours.
 _MINUTES, _HOURS = (1, 2, 3, 5, 10, 15, 20, 30, 45), (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 LONGEST = _HOURS[-1]
+_COLUMN_KEYS = "_column", "separator", "encoding"  # ends of the keys that say how the files are read
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,11 @@ def propose_time(answers: InitAnswers, progress: ReportProgress) -> TimeProposal
         sample = sample_rows(config, progress)
         if not sample.values:
             raise ConfigError(f"{answers.text} has no rows that task {answers.task} can read; choose another task")
-        length = _fine_tuning_length(fitting.config, purpose.epochs, sample, answers, progress)
+        epochs = answers.epochs or epochs_for(sample.rows, purpose)
+        length = _fine_tuning_length(_for_canonical_rows(fitting.config), epochs, sample, answers, progress)
     except ConfigError as error:
         return TimeProposal(DEFAULT_HOURS, f"a run would stop, because {str(error).rstrip('.')}")
-    return _of_fine_tuning(purpose, fitting, length)
+    return _of_fine_tuning(epochs, fitting, length)
 
 
 def round_time(seconds: float) -> tuple[str, float]:
@@ -110,13 +112,21 @@ def days(seconds: float) -> str:
     return counted(round(seconds / 86400), "day") if seconds > 2 * 86400 else f"{seconds / 3600:.0f} hours"
 
 
-def _of_fine_tuning(purpose: Purpose, fitting: FittingRun, length: _FineTuningLength) -> TimeProposal:
+def _for_canonical_rows(config: Config) -> Config:
+    """Returns a configuration without the keys that name columns, which canonical rows have under their usual names."""
+    values = config.given_values()
+    data = values.get("data", {})
+    values["data"] = {key: value for key, value in data.items() if not key.endswith(_COLUMN_KEYS)}
+    return as_config(values)
+
+
+def _of_fine_tuning(number: int, fitting: FittingRun, length: _FineTuningLength) -> TimeProposal:
     time, hours = round_time(length.seconds * MARGIN)
     steps = f"{counted(length.steps, 'step')} of about {_step(length.seconds / length.steps)}"
-    epochs = counted(purpose.epochs, "epoch", "epochs")
+    epochs = counted(number, "epoch", "epochs")
     memory = f"the model needs {fitting.needed / 1e9:.1f} of {fitting.available / 1e9:.1f} GB of memory"
     if length.seconds > LONGEST * 3600:
-        share = purpose.epochs * hours * 3600 / length.seconds
+        share = number * hours * 3600 / length.seconds
         return TimeProposal(
             time, f"{epochs} ({steps}) would take {days(length.seconds)}, of which a day is {share:.1f}; {memory}"
         )

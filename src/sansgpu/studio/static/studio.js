@@ -43,6 +43,12 @@ for (const name of ["htmx:sendError", "htmx:responseError"]) {
   });
 }
 
+// A value chooses its radio button; another model makes the estimate of the one before obsolete.
+document.addEventListener("input", ({ target }) => {
+  target.closest("label.choice")?.querySelector("input[type=radio]")?.click();
+  if (target.name === "model" || target.name === "other") document.getElementById("fit")?.replaceChildren();
+});
+
 // Buttons that copy the text before them.
 document.addEventListener("click", async ({ target }) => {
   if (!target.classList.contains("copy")) return;
