@@ -32,8 +32,6 @@ def _hours(*arguments: str) -> float:
 def test_other_keys_are_used_and_shown_in_the_proposal(tmp_path: Path, capsys: Captured) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"remark": f"a word {n}", "kind": "ab"[n % 2]} for n in range(40)])
     asked = ["--text", str(rows), "--task", "classify", "--model", str(model_folder("bert"))]
-    assert cli(["init", "a.yaml", "--yes", *asked]) == 0
-    assert "a run would stop, because" in capsys.readouterr().err
     columns = ["--set", "data.text_column=remark", "--set", "data.label_column=kind"]
     _hours(*asked, *columns)
     assert "20 epochs take 40 steps of about " in capsys.readouterr().err

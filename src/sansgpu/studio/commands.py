@@ -186,7 +186,10 @@ class Detached:
     @property
     def log(self) -> str:
         """The end of what the process printed."""
-        with contextlib.suppress(OSError, InvalidDataError), open_regular(self.file.with_suffix(".log")) as file:
+        path = self.file.with_suffix(".log")
+        if path.is_symlink():
+            return ""
+        with contextlib.suppress(OSError, InvalidDataError), open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             return file.read().decode(errors="replace")
         return ""
