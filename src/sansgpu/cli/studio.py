@@ -29,7 +29,7 @@ def studio(
         ),
     ] = None,
 ) -> None:
-    """Open the whole way in a browser: data, model, training and use.
+    """Lead from a file to a model in use, in a browser.
 
     Prints the address to open. Runs go on when it is stopped with Ctrl-C.
 

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from sansgpu.studio import held_out, runs, taking, using, ways
+from sansgpu.studio import data_step, held_out, runs, taking, using, ways
 from sansgpu.studio.access import LOGIN, MAX_PASSWORD_BYTES, Access, Guard
 from sansgpu.studio.pages import Studio, fields_of
 from sansgpu.studio.project import Project
@@ -52,15 +52,10 @@ def build_app(project: Project, access: Access) -> Starlette:
         page.status_code = int(HTTPStatus.INTERNAL_SERVER_ERROR)
         return page
 
-    found = [
-        *ways.routes(studio),
-        *runs.routes(studio),
-        *using.routes(studio),
-        *held_out.routes(studio),
-        *taking.routes(studio),
-    ]
     routes = [Route("/static/{name}", static)]
-    routes += [Route(path, studio.guarded(handler), methods=[method]) for path, method, handler in found]
+    for part in (ways, data_step, runs, using, held_out, taking):
+        for path, method, handler in part.routes(studio):
+            routes.append(Route(path, studio.guarded(handler), methods=[method]))
     routes.append(Route("/{path:path}", nothing))
     guard = Middleware(Guard, access=access, refuse=_refused, login=_login_of(access))
     return Starlette(routes=routes, middleware=[guard], exception_handlers={Exception: failed})

@@ -19,7 +19,7 @@ from sansgpu.config.wording import counted, duration
 from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.studio.access import RefusedError
 from sansgpu.studio.commands import Command
-from sansgpu.studio.project import Answers, Project, shown_command
+from sansgpu.studio.project import Choices, Project, shown_command
 from sansgpu.studio.remedies import remedies
 from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.views.plots import PALETTE
@@ -75,7 +75,7 @@ class Studio:
         if run and (self.project.run_folder(run) / "final").is_dir():
             ready |= {"try", "take"}
         answers = self.project.answers_or_problem(way) if way else None
-        if isinstance(answers, Answers):
+        if isinstance(answers, Choices):
             ready |= {"purpose", "data"} | ({"model"} if answers.task and answers.data else set())
             purpose = PURPOSES.get(answers.task or "")
             ready |= {"time"} if "model" in ready and (answers.model or not (purpose and purpose.model)) else set()
@@ -93,7 +93,7 @@ class Studio:
             steps=self.steps(step, name, runs[0] if runs else None), **values,
         )  # fmt: skip
 
-    def yaml(self, name: str, answers: Answers) -> str:
+    def yaml(self, name: str, answers: Choices) -> str:
         """Returns the configuration of a way, or the keys that are chosen before there is one."""
         if text := self.project.config_text(name):
             return text
@@ -103,7 +103,7 @@ class Studio:
         values |= {"model": {"name_or_path": answers.model}} if answers.model else {}
         return yaml.safe_dump(values, sort_keys=False) + "".join(f"# {one}\n" for one in answers.settings)
 
-    def messages_of(self, command: Command, answers: Answers) -> list[tuple[str, Any]]:
+    def messages_of(self, command: Command, answers: Choices) -> list[tuple[str, Any]]:
         """Returns the warnings of a command, each with its remedies."""
         return [(warning, remedies(warning, answers)) for warning in command.warnings]
 
@@ -156,3 +156,10 @@ def query_of(request: Request, name: str) -> str:
     if not (value := request.query_params.get(name, "")):
         raise ConfigError(f"the address has no {name}; go back to the list of runs.")
     return value
+
+
+def page_before(request: Request, otherwise: str) -> str:
+    """Returns the page that sent a form, if it is a step of the same way."""
+    path = request.headers.get("referer", "").partition("://")[2].partition("/")[2].partition("?")[0]
+    way = "/".join(otherwise.split("/")[1:3])
+    return f"/{path}" if path.startswith(f"{way}/") else otherwise

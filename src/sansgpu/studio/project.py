@@ -6,11 +6,13 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -29,11 +31,12 @@ DATA = Path("data")  # uploaded files, in a folder for each way
 MAX_STATE_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 4 << 30
 MAX_NAME = 60
+MAX_WATCHED = 1000  # files of a dataset whose changes are seen
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Answers:
+class Choices:
     """What a person has chosen on a way: the answers to the questions of `sansgpu init`, and other keys."""
 
     task: str | None = None
@@ -58,18 +61,34 @@ class Answers:
             settings.append(f"training.until={self.time}")
         elif self.time:
             command += ["--hours", self.time]
-        return [*command, *(part for one in settings for part in ("--set", one)), "--yes", "--force"]
+        return [*command, *replace(self, settings=tuple(settings)).set_arguments, "--yes", "--force"]
 
-    def with_setting(self, setting: str) -> Answers:
+    def with_setting(self, setting: str) -> Choices:
         """Returns the answers with a key set; an earlier value of the key is replaced."""
         key = setting.partition("=")[0].strip()
         return replace(self, settings=(*self.without_key(key).settings, setting))
 
-    def without_key(self, key: str) -> Answers:
+    def with_form(self, form: Mapping[str, str]) -> Choices:
+        """Returns the choices with the keys that a form sets; an empty value removes a key. Raises ConfigError."""
+        choices = self
+        for key, value in form.items():
+            if key == "task":
+                choices = replace(choices, task=known_task(value), task_is_guessed=False)
+            elif key == "setting":
+                choices = choices.with_setting(value)
+            elif "." in key:
+                choices = choices.with_setting(f"{key}={value}") if value else choices.without_key(key)
+        return choices
+
+    @property
+    def set_arguments(self) -> list[str]:
+        return [part for setting in self.settings for part in ("--set", setting)]
+
+    def without_key(self, key: str) -> Choices:
         return replace(self, settings=tuple(one for one in self.settings if one.partition("=")[0].strip() != key))
 
 
-_ANSWERS = TypeAdapter(Answers)
+_CHOICES = TypeAdapter(Choices)
 
 
 class Project:
@@ -87,10 +106,10 @@ class Project:
         files.sort(key=lambda file: (file.lstat().st_mtime, file.name), reverse=True)
         return [file.stem for file in files]
 
-    def answers(self, name: str) -> Answers:
+    def answers(self, name: str) -> Choices:
         """Returns the answers of a way. Raises ConfigError if there is none of this name."""
         try:
-            answers = _ANSWERS.validate_python(parse_json(read_regular(self._answers_file(name), MAX_STATE_BYTES)))
+            answers = _CHOICES.validate_python(parse_json(read_regular(self._answers_file(name), MAX_STATE_BYTES)))
         except FileNotFoundError:
             raise ConfigError(f"there is no way {truncate(name)}; begin a new one.") from None
         except (OSError, ValueError, InvalidDataError):
@@ -99,25 +118,29 @@ class Project:
             raise ConfigError(f"{STATE}/{name}.json is damaged; delete it.")
         return answers
 
-    def answers_or_problem(self, name: str) -> Answers | str:
+    def answers_or_problem(self, name: str) -> Choices | str:
         try:
             return self.answers(name)
         except ConfigError as error:
             return str(error)
 
-    def save(self, name: str, answers: Answers) -> None:
-        """Raises SansGPUError if the file cannot be written."""
+    def save(self, name: str, answers: Choices) -> None:
+        """Keeps the choices, with which failed commands may succeed. Raises SansGPUError if that is not possible."""
         file = self._answers_file(name)
         with write_failures_as(SansGPUError, file):
             make_folder(self.state)
             write_text(file, json.dumps(asdict(answers), indent=1) + "\n")
+        self.commands.forget_failed(name)
 
-    def new_way(self, wanted: str, answers: Answers) -> str:
+    def change(self, name: str, **changes: Any) -> None:
+        self.save(name, replace(self.answers(name), **changes))
+
+    def new_way(self, wanted: str, answers: Choices) -> str:
         """Saves answers under the wanted name, or with a number after it if the name is taken."""
         stem = safe_name(wanted) or "model"
         files = [*self.root.glob("*.yaml"), *self.root.glob(f"{RUNS}/*/"), *self.root.glob(f"{DATA}/*/")]
         taken = {*self.ways(), *(path.name.removesuffix(".yaml") for path in files)}
-        name = next(one for one in _numbered(stem) if one not in taken)
+        name = next(one for one in numbered(stem) if one not in taken)
         self.save(name, answers)
         return name
 
@@ -171,6 +194,15 @@ class Project:
         files = sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
         return str((files[0] if len(files) == 1 else folder).relative_to(self.root)) if files else None
 
+    def state_of(self, data: str) -> Any:
+        """Returns what changes when the files of a dataset change."""
+        path = self.root / data
+        try:
+            files = [path, *islice(path.rglob("*"), MAX_WATCHED)] if path.is_dir() else [path]
+            return [(str(one), one.stat().st_mtime_ns, one.stat().st_size) for one in files]
+        except (OSError, ValueError):
+            return None
+
     # Runs
 
     def run_folder(self, path: str) -> Path:
@@ -191,14 +223,14 @@ class Project:
         return [str(path) for path in reversed(folders)]
 
     def _started_names(self, name: str) -> Iterator[str]:
-        for one in _numbered(name):
+        for one in numbered(name):
             if not (contains_run(self.root / RUNS / one) or self.process_file(str(RUNS / one)).exists()):
                 return
             yield one
 
     def new_run(self, name: str) -> str:
         """Returns a folder for the next run of a way that does not exist."""
-        return next(str(RUNS / one) for one in _numbered(name) if self._is_free(RUNS / one))
+        return next(str(RUNS / one) for one in numbered(name) if self._is_free(RUNS / one))
 
     def _is_free(self, path: Path) -> bool:
         return not (self.root / path).exists() and not self.process_file(str(path)).exists()
@@ -218,6 +250,13 @@ class Project:
         return Detached(self.process_file(run), RunPaths(self.root / run).lock)
 
 
+def known_task(task: str) -> str:
+    """Returns the task. Raises ConfigError if it has no purpose."""
+    if task not in PURPOSES:
+        raise ConfigError(f"there is no purpose {truncate(task)}; choose one from the page.")
+    return task
+
+
 def safe_name(text: str, others: str = "") -> str:
     """Returns a file name made of the English letters, digits and `others` of a text; "" if it has none."""
     return re.sub(rf"[^A-Za-z0-9._{others}-]+", "-", text).strip(".-_")[:MAX_NAME].rstrip(".-_")
@@ -232,7 +271,7 @@ def shown_command(arguments: list[str]) -> str:
     return shlex.join(["sansgpu", *arguments])
 
 
-def _numbered(stem: str) -> Iterator[str]:
+def numbered(stem: str) -> Iterator[str]:
     yield stem
     number = 2
     while True:

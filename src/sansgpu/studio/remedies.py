@@ -13,7 +13,7 @@ from sansgpu.config.schema import Config
 from sansgpu.config.section import all_keys
 from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.jobs.init.sample import reading_config
-from sansgpu.studio.project import Answers
+from sansgpu.studio.project import Choices
 
 MAX_REMEDIES = 8
 # key=value or "key: value", where a value in quotes may have spaces
@@ -40,19 +40,19 @@ def fields_by_key() -> dict[str, Any]:
     return dict(all_keys(SCHEMA))
 
 
-def config_with(answers: Answers, settings: tuple[str, ...]) -> Config:
+def config_with(answers: Choices, settings: tuple[str, ...]) -> Config:
     """Returns the configuration of the answers. Raises ConfigError if a setting cannot be used."""
     config = reading_config(answers.data or "data", answers.task or next(iter(PURPOSES)))
     return change_config(config, list(settings))
 
 
-def remedies(message: str, answers: Answers) -> list[Remedy]:
+def remedies(message: str, answers: Choices) -> list[Remedy]:
     """Returns the remedies that a message proposes, and those that act on the keys that it names."""
     found = dict.fromkeys(_proposed(message, answers))
     return [remedy for remedy in found if _is_useful(remedy, answers)][:MAX_REMEDIES]
 
 
-def _proposed(message: str, answers: Answers) -> Iterator[Remedy]:
+def _proposed(message: str, answers: Choices) -> Iterator[Remedy]:
     fields = fields_by_key()
     columns = [name for names in _COLUMNS.findall(message) for name in names.split(", ")]
     quoted = [match.partition("=")[::2] for match in _QUOTED.findall(message)]
@@ -84,7 +84,7 @@ def choices(annotation: Any) -> list[str]:
     return []
 
 
-def _is_useful(remedy: Remedy, answers: Answers) -> bool:
+def _is_useful(remedy: Remedy, answers: Choices) -> bool:
     """Returns whether the remedy would change something, and is valid."""
     if remedy.key == "task":
         return remedy.value != answers.task
