@@ -1,4 +1,4 @@
-"""The rows that a run held out, with its predictions, behind the cells of its confusion matrix."""
+"""The rows that a run held out for validation, with its predictions: what the numbers of its confusion matrix count."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
 
+import yaml
 from jinja2 import ChoiceLoader, Environment, PackageLoader, select_autoescape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -18,7 +19,6 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import counted, duration
 from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.studio.access import RefusedError
-from sansgpu.studio.commands import Command
 from sansgpu.studio.project import Choices, Project, shown_command
 from sansgpu.studio.remedies import remedies
 from sansgpu.tasks.configuration import SCHEMA
@@ -57,7 +57,7 @@ class Studio:
         )  # fmt: skip
 
     def page(self, request: Request, template: str, **values: Any) -> HTMLResponse:
-        """Renders a page or a part of one, with the message that the last form left."""
+        """Renders a page or a part of a page, with the message about the form that led to it."""
         message = self._messages.pop(request.query_params.get("message", ""), "")
         return HTMLResponse(self._templates.get_template(template).render(message=message, **values))
 
@@ -97,15 +97,9 @@ class Studio:
         """Returns the configuration of a way, or the keys that are chosen before there is one."""
         if text := self.project.config_text(name):
             return text
-        import yaml
-
         values: dict[str, Any] = {"task": answers.task, "data": {"dataset_name": answers.data}}
         values |= {"model": {"name_or_path": answers.model}} if answers.model else {}
         return yaml.safe_dump(values, sort_keys=False) + "".join(f"# {one}\n" for one in answers.settings)
-
-    def messages_of(self, command: Command, answers: Choices) -> list[tuple[str, Any]]:
-        """Returns the warnings of a command, each with its remedies."""
-        return [(warning, remedies(warning, answers)) for warning in command.warnings]
 
     def guarded(self, handler: Handler) -> Handler:
         """Turns errors into a message on the page before, or on a page of its own."""

@@ -1,4 +1,4 @@
-"""The folder of the studio: ways (a file of answers and a configuration each), uploaded data, and runs."""
+"""The folder of the studio: uploaded data, runs, and "ways" to a model, which are a configuration with choices each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sansgpu.files.marks import has_link_in_path
 from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.studio.commands import Commands, Detached
 
-STATE = ".studio"  # answers, the output of runs and the processes that were started
+STATE = ".studio"  # choices, the output of runs, and the processes that were started
 DATA = Path("data")  # uploaded files, in a folder for each way
 MAX_STATE_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 4 << 30
@@ -64,7 +64,7 @@ class Choices:
         return [*command, *replace(self, settings=tuple(settings)).set_arguments, "--yes", "--force"]
 
     def with_setting(self, setting: str) -> Choices:
-        """Returns the answers with a key set; an earlier value of the key is replaced."""
+        """Returns the choices with a key set; an earlier value of the key is replaced."""
         key = setting.partition("=")[0].strip()
         return replace(self, settings=(*self.without_key(key).settings, setting))
 
@@ -107,7 +107,7 @@ class Project:
         return [file.stem for file in files]
 
     def answers(self, name: str) -> Choices:
-        """Returns the answers of a way. Raises ConfigError if there is none of this name."""
+        """Returns what was chosen on a way. Raises ConfigError if there is none of this name."""
         try:
             answers = _CHOICES.validate_python(parse_json(read_regular(self._answers_file(name), MAX_STATE_BYTES)))
         except FileNotFoundError:
@@ -136,7 +136,7 @@ class Project:
         self.save(name, replace(self.answers(name), **changes))
 
     def new_way(self, wanted: str, answers: Choices) -> str:
-        """Saves answers under the wanted name, or with a number after it if the name is taken."""
+        """Saves choices under the wanted name, or with a number after it if the name is taken."""
         stem = safe_name(wanted) or "model"
         files = [*self.root.glob("*.yaml"), *self.root.glob(f"{RUNS}/*/"), *self.root.glob(f"{DATA}/*/")]
         taken = {*self.ways(), *(path.name.removesuffix(".yaml") for path in files)}
@@ -150,10 +150,10 @@ class Project:
         return self._without_links(self.state / f"{name}.json")
 
     def _without_links(self, path: Path) -> Path:
-        """Returns a path in the project. Raises ConfigError if a link on it may lead out of the project."""
+        """Returns a path in the project. Raises ConfigError if it has a symlink, which may lead out of the project."""
         if has_link_in_path(self.root, str(path.relative_to(self.root))):
             raise ConfigError(
-                f"{path.relative_to(self.root)} is or is below a symlink, which is not followed; remove it."
+                f"{path.relative_to(self.root)} is a symlink or below one, which is not followed; remove it."
             )
         return path
 
@@ -189,7 +189,7 @@ class Project:
         return self._without_links(self.root / DATA / name)
 
     def dataset(self, name: str) -> str | None:
-        """Returns the uploaded file of a way, or the folder if there are several, relative to the project."""
+        """Returns the path of a way's uploaded file in the project, or of their folder if there are several files."""
         folder = self.upload_folder(name)
         files = sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
         return str((files[0] if len(files) == 1 else folder).relative_to(self.root)) if files else None
@@ -229,7 +229,7 @@ class Project:
             yield one
 
     def new_run(self, name: str) -> str:
-        """Returns a folder for the next run of a way that does not exist."""
+        """Returns the path of a new folder for the next run of a way."""
         return next(str(RUNS / one) for one in numbered(name) if self._is_free(RUNS / one))
 
     def _is_free(self, path: Path) -> bool:
@@ -272,6 +272,7 @@ def shown_command(arguments: list[str]) -> str:
 
 
 def numbered(stem: str) -> Iterator[str]:
+    """Yields a name, and then the same name with the numbers from 2."""
     yield stem
     number = 2
     while True:

@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sansgpu.config import ConfigError, change_config
 from sansgpu.config.schema import Config
-from sansgpu.config.section import all_keys
+from sansgpu.config.section import all_keys, declared_keys
 from sansgpu.jobs.init.answers import PURPOSES
 from sansgpu.jobs.init.sample import reading_config
 from sansgpu.studio.project import Choices
+from sansgpu.tasks.configuration import SCHEMA
 
 MAX_REMEDIES = 8
+REMOTE_CODE = "model.trust_remote_code"
 # key=value or "key: value", where a value in quotes may have spaces
 _SETTING = re.compile(r"""\b((?:data|model|training)\.[a-z_]+)(?:=|: )("[^"]+"|'[^']+'|\[[^\]]+\]|[\w./+-]+)""")
 _QUOTED = re.compile(r"""--set '((?:data|model|training)\.[a-z_]+=[^']+)'""")
@@ -35,8 +37,6 @@ class Remedy:
 
 def fields_by_key() -> dict[str, Any]:
     """Returns the declarations of all keys that a run may have."""
-    from sansgpu.tasks.configuration import SCHEMA
-
     return dict(all_keys(SCHEMA))
 
 
@@ -59,10 +59,11 @@ def _proposed(message: str, answers: Choices) -> Iterator[Remedy]:
     for name in _TASK.findall(message):
         if name in PURPOSES:
             yield Remedy("task", name, PURPOSES[name].words)
-    for key, value in (*quoted, *_SETTING.findall(message)):
+    settings = dict(_SETTING.findall(message)) | dict(quoted)
+    for key, value in settings.items():
         yield Remedy(key, value.strip("\"'"))
     for key in dict.fromkeys(_KEY.findall(message)):
-        if key in fields and key not in dict(quoted):
+        if key in fields and key not in settings:
             values = choices(fields[key].annotation) or (columns if key.endswith("_column") else [])
             yield from (Remedy(key, value) for value in values)
             if not values:
@@ -85,9 +86,14 @@ def choices(annotation: Any) -> list[str]:
 
 
 def _is_useful(remedy: Remedy, answers: Choices) -> bool:
-    """Returns whether the remedy would change something, and is valid."""
+    """Returns whether the remedy would change something, and is valid.
+
+    None lets code run, because a message may quote a stranger's file.
+    """
     if remedy.key == "task":
         return remedy.value != answers.task
+    if remedy.key in (REMOTE_CODE, *declared_keys(SCHEMA, "runs_code")):
+        return False
     if remedy.value is None:
         return True
     setting = f"{remedy.key}={remedy.value}"

@@ -149,7 +149,7 @@ class _Using:
             confusion=Confusion.of(record), prompt=record.section("training").get("sample_prompt") or "",
             **({"command": self._project.commands.known(f"{run}/search")} if kind == "search" else {}),
             **self._predictions(run), **self._servers(run, record), answered=self._answered.get(run, []),
-            shows_rows=kind == "predict" or "reward" in str(record.settings.main_metric.name),
+            shows_rows=kind == "predict" or record.settings.generates,
             **held_out_values(
                 self._project, run, *(request.query_params.get(name, "") for name in ("label", "predicted"))
             ),
@@ -285,7 +285,7 @@ def _base_of(project: Project, record: RunRecord) -> str | None:
 def _rows_of(form: Any, record: RunRecord) -> list[dict[str, str]]:
     """Returns the rows to predict. Raises ConfigError if there is no text."""
     data = record.section("data")
-    if record.config.get("task") == "qa":
+    if record.settings.rows == "questions":
         row = {"question": form.get("question", ""), "context": form.get("context", "")}
         if not all(row.values()):
             raise ConfigError("a question and a text with the answer are needed; write both.")
