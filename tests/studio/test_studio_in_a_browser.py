@@ -156,7 +156,6 @@ def test_a_dropped_table_becomes_a_classifier(page: Any, visited: Studio, tmp_pa
     page.fill("[name=texts]", "I like my new clock\nit broke at once")
     press(page, "Predict")
     page.wait_for_selector("text=Predictions")
-    press(page, "Show the rows with their predictions")
     page.wait_for_selector("text=the worst first")
     shown(page, "try")
     reloaded(page, "the worst first")

@@ -43,7 +43,7 @@ def test_a_table_becomes_a_classifier_that_was_used(visited: Studio) -> None:
     assert "Drop files here" in visited.open(f"/way/{way}/data").text
     assert visited.upload(way, "reviews.csv", REVIEWS.encode("cp1252")).status == 204
     page = visited.until(f"/way/{way}/data", lambda page: 'role="alert"' in page.body)
-    assert "Set data.text_column to comment" in page.text
+    assert "Use the column “comment” as data.text_column" in page.text
     visited.submit(f"/way/{way}/set", **{"data.text_column": "comment"})
     page = visited.shows(f"/way/{way}/data", "What was found in data/opinions/reviews.csv")
     assert "read as semicolons, 3 columns (n, comment, opinion)" in page.text
@@ -77,7 +77,6 @@ def test_a_table_becomes_a_classifier_that_was_used(visited: Studio) -> None:
     visited.submit("/try/predict", run="runs/opinions", texts="another text")
     page = visited.until("/try?run=runs/opinions", lambda page: page.body.count('<div class="answer">') == 1)
     assert "another text" in page.text
-    visited.submit("/try/held-out", run="runs/opinions")
     page = visited.shows("/try?run=runs/opinions", "the worst first")
     assert "the model learns a word" in page.text or "the model forgets a word" in page.text
     chosen = visited.open("/try?run=runs/opinions&label=good&predicted=bad").text
@@ -214,7 +213,7 @@ def test_conversations_become_an_assistant_for_ollama(visited: Studio) -> None:
     sent = visited.request("GET", "/take/file?run=runs/bakery")
     assert sent.headers["content-disposition"] == 'attachment; filename="bakery-q8_0.gguf"'
     visited.submit("/take/serve", run="runs/bakery")
-    assert "curl http://127.0.0.1:" in visited.shows("/take?run=runs/bakery", "It serves at").text
+    assert "curl http://127.0.0.1:" in visited.shows("/take?run=runs/bakery", "It is served at").text
     visited.submit("/try/unload", run="runs/bakery")
     visited.until("/try?run=runs/bakery", lambda page: "In memory" not in page.text)
 

@@ -152,6 +152,11 @@ class Commands:
             if command.code and slot.startswith(f"{way}/"):
                 self.forget(slot)
 
+    def forget_running(self, slot: str) -> None:
+        """Cancels the command in a slot if it still runs, because its result is not needed any more."""
+        if (known := self._slots.get(slot)) is not None and known.is_running:
+            self.forget(slot)
+
     def stop(self) -> None:
         for slot in [*self._slots]:
             self.forget(slot)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -41,6 +40,18 @@ def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
     """Returns the path, method and handler of each page and form."""
     pages = _HeldOut(studio)
     return [("/try/held-out", "POST", pages.predict), ("/try/rows", "GET", pages.rows)]
+
+
+def predict_held_out(project: Project, run: str) -> None:
+    """Starts the command that predicts the rows that a run held out, unless it was started before."""
+    if project.commands.known(_slot(run)) is not None:
+        return
+    file = project.process_file(f"held-out-{run}").with_suffix(".jsonl")
+    with write_failures_as(ConfigError, file):
+        make_folder(file.parent)
+        file.unlink(missing_ok=True)
+    shown = str(file.relative_to(project.root))
+    project.commands.run(_slot(run), ["eval", run, "--predictions", shown, "--json"], shown)
 
 
 def held_out_values(project: Project, run: str, label: str = "", predicted: str = "") -> dict[str, Any]:
@@ -98,13 +109,8 @@ class _HeldOut:
 
     async def predict(self, request: Request) -> Response:
         run = self._project.run_path((await form_of(request)).get("run", ""))
-        file = self._project.process_file(f"held-out-{run}").with_suffix(".jsonl")
-        with write_failures_as(ConfigError, file):
-            make_folder(file.parent)
-            file.unlink(missing_ok=True)
-        shown = str(Path(file).relative_to(self._project.root))
         self._project.commands.forget(_slot(run))
-        self._project.commands.run(_slot(run), ["eval", run, "--predictions", shown, "--json"], shown)
+        predict_held_out(self._project, run)
         return self._studio.back(address("/try", run=run) + "#held-out")
 
     async def rows(self, request: Request) -> Response:

@@ -65,8 +65,9 @@ def local_models(root: Path, purpose: Purpose) -> list[OfferedModel]:
 
 def _in_project(root: Path) -> Iterator[OfferedModel]:
     for run in run_folders(root / RUNS):
-        if (RunPaths(run).final / "config.json").is_file() or (RunPaths(run).final / "adapter_config.json").is_file():
-            yield OfferedModel(str(run.relative_to(root)), "a run of this project")
+        final = RunPaths(run).final
+        if (final / "config.json").is_file() or (final / "adapter_config.json").is_file():
+            yield OfferedModel(str(run.relative_to(root)), f"{_kind_of(final)}, a run of this project")
     for folder in (root, root / "models"):
         with suppress(OSError):
             for path in sorted(folder.iterdir()):

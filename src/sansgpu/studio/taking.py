@@ -19,6 +19,12 @@ from sansgpu.studio.using import ModelServer, kind_of
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+_TYPES = {
+    "q8_0": "8 bits, nearly exact", "q4_k": "4 bits, the smallest", "f16": "16 bits", "f32": "32 bits, exact",
+    "int8": "8 bits, the smallest",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ExportForm:
     """A format of `sansgpu export`, with its types, the recommended one first."""
@@ -74,7 +80,7 @@ class _Taking:
             raise ConfigError(f"{run} has no final model yet; wait until the run has ended, or resume it.")
         kind = kind_of(record)
         return run_page(
-            self._studio, request, "take", "take_step.html", run, kind=kind, forms=_FORMS[kind],
+            self._studio, request, "take", "take_step.html", run, kind=kind, forms=_FORMS[kind], types=_TYPES,
             server=ModelServer(self._project, run), serves=kind in ("text", "search"), **self._exported(run),
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from sansgpu.data.preview.example import TextSegment, marked
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.machine.http.hosts import is_this_machine, name_in
 from sansgpu.studio.commands import Command, Detached
-from sansgpu.studio.held_out import held_out_values
+from sansgpu.studio.held_out import held_out_values, predict_held_out
 from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
 from sansgpu.studio.project import STATE, Project, as_argument
 from sansgpu.studio.runs import record_of, run_page
@@ -143,6 +143,8 @@ class _Using:
         run = query_of(request, "run")
         record = self._record(run)
         kind = kind_of(record)
+        if kind == "predict":
+            predict_held_out(self._project, run)
         return run_page(
             self._studio, request, "try", "try_step.html", run, kind=kind, record=record,
             base=_base_of(self._project, record), pairs=record.section("data").get("text_pair_column") is not None,

@@ -108,10 +108,15 @@ document.getElementById("ask")?.addEventListener("submit", async (event) => {
     const waiting = document.createElement("p");
     waiting.append(document.createElement("progress"), " loading and writing");
     place.prepend(waiting);
+    const started = Date.now();
+    const counting = setInterval(() => {
+      waiting.lastChild.textContent = ` loading and writing, ${Math.round((Date.now() - started) / 1000)} s`;
+    }, 1000);
     const body = new URLSearchParams({ ...Object.fromEntries(new FormData(form)), run: form.dataset.run, side: place.dataset.side });
     const answer = await fetch("/try/answer", { method: "POST", body }).catch(() => null);
     const page = new DOMParser().parseFromString(answer ? await answer.text() : "", "text/html");
     const shown = page.querySelector(".answer") ?? page.querySelector(".problem");
+    clearInterval(counting);
     if (shown) waiting.replaceWith(shown);
     else waiting.textContent = "the studio does not answer; reload the page.";
   }));
