@@ -108,6 +108,7 @@ def test_what_is_wrong_with_data_is_said_with_buttons(visited: Studio) -> None:
     assert "no/such/file.csv" in page.text
     visited.submit(f"/way/{way}/source", data="later.csv")
     visited.until(f"/way/{way}/data", lambda page: 'role="alert"' in page.body)
+    visited.submit(f"/way/{way}/unset", key="data.text_column")
     (visited.folder / "later.csv").write_text("text,label\n" + "a word,x\nthe page,y\n" * 20, encoding="utf-8")
     visited.submit(f"/way/{way}/again")
     visited.shows(f"/way/{way}/data", "What was found")

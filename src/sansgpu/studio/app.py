@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sansgpu.studio import data_step, held_out, runs, taking, using, ways
-from sansgpu.studio.access import LOGIN, MAX_PASSWORD_BYTES, Access, Guard
+from sansgpu.studio.access import HEADERS, LOGIN, MAX_PASSWORD_BYTES, Access, Guard
 from sansgpu.studio.pages import Studio, fields_of
 from sansgpu.studio.project import Project
 
@@ -49,6 +49,7 @@ def build_app(project: Project, access: Access) -> Starlette:
     async def failed(request: Request, error: Exception) -> Response:
         problem = f"the studio failed ({type(error).__name__}); reload the page."
         page = studio.page(request, "problem.html", problem=problem)
+        page.headers.update(HEADERS)  # the middleware has ended
         page.status_code = int(HTTPStatus.INTERNAL_SERVER_ERROR)
         return page
 

@@ -209,6 +209,7 @@ class Project:
         """Returns the folder of a run by its path in the project. Raises ConfigError if it leaves the project."""
         with suppress(OSError, ValueError, RuntimeError):  # too long, a null character, or a circle of links
             folder = (self.root / path).resolve()
+            folder.is_dir()  # raises OSError if the name is too long
             if folder.is_relative_to(self.root) and folder != self.root and STATE not in folder.parts:
                 return folder
         raise ConfigError(f"{truncate(path)} is not a run of this project; choose one from the list.")

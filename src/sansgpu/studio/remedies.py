@@ -22,7 +22,7 @@ REMOTE_CODE = "model.trust_remote_code"
 _SETTING = re.compile(r"""\b((?:data|model|training)\.[a-z_]+)(?:=|: )("[^"]+"|'[^']+'|\[[^\]]+\]|[\w./+-]+)""")
 _QUOTED = re.compile(r"""--set '((?:data|model|training)\.[a-z_]+=[^']+)'""")
 _KEY = re.compile(r"\b(?:data|model|training)\.[a-z_]+")
-_COLUMNS = re.compile(r"the columns? ([^;]+);")
+_COLUMNS = re.compile(r"(?:the columns?|only) ([^;]+);")
 _TASK = re.compile(r"--task ([a-z]+)")
 
 
