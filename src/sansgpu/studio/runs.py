@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from sansgpu.views.run_report import run_plots, with_unique_names
 MAX_EVALUATIONS, MAX_SAMPLES, MAX_WARNINGS = 12, 6, 20
 MAX_COMPARED = 8
 LOG_LINES = 60
-POLL_SECONDS, POLL_RATIO = 2, 20  # wait at least this long, and this many times as long as reading took
+POLL_SECONDS, POLL_RATIO = 5, 30  # wait at least this long, and this many times as long as reading took
 
 
 def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
@@ -106,6 +108,8 @@ class _Runs:
     async def state(self, request: Request) -> Response:
         run = query_of(request, "run")
         state = await asyncio.to_thread(self._state, run)
+        if state["version"] == request.query_params.get("version"):
+            return Response(status_code=HTTPStatus.NO_CONTENT)  # the page stays as it is
         return self._studio.page(request, "run_state.html", run=run, way=way_of(self._project, run), **state)
 
     def _state(self, run: str) -> dict[str, Any]:
@@ -124,6 +128,7 @@ class _Runs:
             "wait": max(POLL_SECONDS, round((time.monotonic() - started) * POLL_RATIO)),
         }
         found["log"] = "\n".join(process.log.splitlines()[-LOG_LINES:])
+        found["version"] = str(zlib.crc32(repr((is_active, found["is_stopping"], found["log"])).encode()))
         if record is None:
             return found
         summary = summarize(record, is_active)
@@ -137,7 +142,7 @@ class _Runs:
             "samples": [event for event in record.evaluations if event.get("sample")][-MAX_SAMPLES:],
             "warnings": warnings[-MAX_WARNINGS:],
             "snapshots": _snapshots(record.paths),
-            "version": f"{len(record.steps)}-{len(record.evaluations)}",
+            "version": f"{found['version']}-{len(record.steps)}-{len(record.evaluations)}",
         }
 
     async def plots(self, request: Request) -> Response:

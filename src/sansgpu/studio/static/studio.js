@@ -59,11 +59,14 @@ document.addEventListener("click", async ({ target }) => {
 
 // Plots: drawn again when the run has new events.
 const plots = document.getElementById("plots");
-let drawnVersion = null;
+const DRAW_SECONDS = 10;  // at most so often during a run, because drawing takes time from it
+let drawnVersion = null, drawnAt = 0;
 async function draw() {
-  const version = document.getElementById("state")?.dataset.version ?? "";
-  if (!plots || version === drawnVersion) return;
-  drawnVersion = version;
+  const state = document.getElementById("state");
+  const version = state?.dataset.version ?? "";
+  const isSoon = state?.hasAttribute("hx-get") && Date.now() - drawnAt < 1000 * DRAW_SECONDS;
+  if (!plots || version === drawnVersion || isSoon) return;
+  [drawnVersion, drawnAt] = [version, Date.now()];
   const found = await (await fetch(plots.dataset.plots)).json();
   for (const { name, title, note, wide, data, layout } of found) {
     let figure = [...plots.children].find((one) => one.dataset.name === name);
