@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -41,11 +41,10 @@ class Studio:
     """A running studio, and a visitor with a cookie."""
 
     process: subprocess.Popen[str]
-    address: str  # with the token
+    address: str  # it has the token
     folder: Path
     cookie: str = ""
     last: str = "/"  # the page that was visited last
-    extra: dict[str, str] = field(default_factory=dict)  # headers that replace the usual ones
 
     @property
     def host(self) -> str:

@@ -22,9 +22,9 @@ from sansgpu.files.atomic import write_text
 
 PROGRAM = (sys.executable, "-P", "-m", "sansgpu")  # -P: modules in the project's folder are not imported
 MAX_OUTPUT_BYTES = 64 << 20
-MAX_LINES = 100  # of the messages of a command
+MAX_LINES = 100  # messages of a command that are kept
 MAX_LINE_BYTES = 1 << 20
-LOG_BYTES = 32 << 10  # of the end of a process's output
+LOG_BYTES = 32 << 10  # a page shows so much of the end of a process's output
 WARNING, FAILURE = "warning: ", "sansgpu: "  # starts of lines on stderr
 STOP_SECONDS = 5.0
 

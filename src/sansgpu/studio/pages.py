@@ -70,7 +70,7 @@ class Studio:
         return RedirectResponse(target, HTTPStatus.SEE_OTHER)
 
     def steps(self, current: str, way: str | None, run: str | None) -> list[Step]:
-        """Returns the steps of a way, of which those of a run need one."""
+        """Returns the steps of a way. Those after the start need a run."""
         ready = {"run"} if run else set()
         if run and (self.project.run_folder(run) / "final").is_dir():
             ready |= {"try", "take"}

@@ -44,7 +44,7 @@ class Choices:
     data: str | None = None
     model: str | None = None
     time: str = ""  # hours or minutes such as 2h or 30m, or a time of day such as 07:00; "": as proposed
-    settings: tuple[str, ...] = ()  # of the form key.path=value
+    settings: tuple[str, ...] = ()  # each is key.path=value
     written: str = ""  # the SHA-256 of the configuration as it was written
 
     def init_command(self, name: str) -> list[str]:

@@ -132,7 +132,7 @@ class _Runs:
         if record is None:
             return found
         summary = summarize(record, is_active)
-        warnings = [str(event.get("message", "")) for event in record.events_named("warning")]
+        said = dict.fromkeys(str(event.get("message", "")) for event in record.events_named("warning"))
         return {
             **found,
             "summary": summary,
@@ -140,7 +140,7 @@ class _Runs:
             "left": _seconds_left(record) if is_active else None,
             "evaluations": _evaluation_table(record),
             "samples": [event for event in record.evaluations if event.get("sample")][-MAX_SAMPLES:],
-            "warnings": warnings[-MAX_WARNINGS:],
+            "warnings": [*said][-MAX_WARNINGS:],
             "snapshots": _snapshots(record.paths),
             "version": f"{found['version']}-{len(record.steps)}-{len(record.evaluations)}",
         }

@@ -183,7 +183,7 @@ class _Ways:
         planned: Command | None = None
         commands.forget_running(f"{name}/fit")
         if writes is not None and writes.is_running:
-            commands.forget_running(f"{name}/plan")  # of the configuration before
+            commands.forget_running(f"{name}/plan")  # it plans the configuration that is being replaced
         if edited or (writes is not None and not writes.is_running and writes.code == 0):
             text = self._project.config_text(name)
             planned = commands.run(f"{name}/plan", ["plan", f"{name}.yaml", "--json"], text)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from sansgpu.jobs.data.tokens import TokenizedParts
 
 PROGRESS_ROWS = 2000  # rows between two reports of progress
-SHOWN_ROWS, SHOWN_CHARACTERS = 8, 300  # of the rows as the files have them
+SHOWN_ROWS, SHOWN_CHARACTERS = 8, 300  # rows that are shown as the files have them, and characters of a cell
 DRY_RUN_ROWS = 100_000  # rows that `train --dry-run` looks at
 NO_MODEL = "none"  # in place of the model of a task that fine-tunes one
 # What happens to rows that are longer than data.max_length, by their kind.
