@@ -26,7 +26,6 @@ MAX_LINES = 100  # messages of a command that are kept
 MAX_LINE_BYTES = 1 << 20
 LOG_BYTES = 32 << 10  # a page shows so much of the end of a process's output
 WARNING, FAILURE = "warning: ", "sansgpu: "  # starts of lines on stderr
-STOP_SECONDS = 5.0
 
 
 class Command:
@@ -125,10 +124,10 @@ class Commands:
     def run(
         self, slot: str, arguments: Sequence[str], fresh: object = None, done: Callable[[], None] | None = None
     ) -> Command:
-        """Returns the command in `slot`, which is started unless it has these arguments.
+        """Returns the command in `slot`, and starts it unless it runs or has ended with the same arguments and `fresh`.
 
-        It is also started anew if `fresh`, which stands for the content of its files, has changed. Calls `done` once
-        it has succeeded.
+        `fresh` is any value that changes when the files that the command reads change. `done` is called when the
+        command has succeeded.
         """
         known = self._slots.get(slot)
         if known is None or known.arguments != [*arguments] or known.fresh != fresh:

@@ -140,7 +140,7 @@ class _DataStep:
         """Writes a key; an empty value removes it."""
         name, form = request.path_params["name"], await form_of(request)
         answers = self._project.answers(name).with_form(form)
-        config_with(answers, answers.settings)  # raises ConfigError
+        config_with(answers)  # raises ConfigError
         self._project.save(name, answers)
         return self._studio.back(page_before(request, f"/way/{name}/data"))
 

@@ -12,13 +12,12 @@ from starlette.responses import Response
 from sansgpu.config import ConfigError
 from sansgpu.data.preview.example import TextSegment, marked
 from sansgpu.files.atomic import make_folder, write_failures_as
-from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
+from sansgpu.studio.pages import Handler, Studio, address, query_of
 from sansgpu.studio.project import Project
 from sansgpu.studio.runs import record_of
 from sansgpu.views.run_plots import Confusion
 
 MAX_ROWS = 200
-_FORGET = "the rows cannot be read; show them again."
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,10 @@ def held_out_values(project: Project, run: str, label: str = "", predicted: str 
             lines = (project.root / str(command.fresh)).read_text(encoding="utf-8").splitlines()
             every = [_row_of(json.loads(line)) for line in lines]
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(_FORGET) from None
+            raise ConfigError("the rows cannot be read; show them again.") from None
         number = len(every)
-        rows = [
-            row for row in every if (not label or row.label == label) and (not predicted or row.predicted == predicted)
-        ]
-        rows = sorted(rows, key=lambda row: (row.is_right, row.reward or 0.0))[:MAX_ROWS]
+        chosen = (row for row in every if label in ("", row.label) and predicted in ("", row.predicted))
+        rows = sorted(chosen, key=lambda row: (row.is_right, row.reward or 0.0))[:MAX_ROWS]
     return {"asked": command, "rows": rows, "number_of_rows": number, "label": label, "predicted": predicted}
 
 
@@ -83,22 +80,20 @@ def _slot(run: str) -> str:
 def _row_of(found: dict[str, Any]) -> HeldOutRow:
     text, label, predicted = str(found["text"]), found.get("label", ""), found.get("predicted", "")
     if isinstance(predicted, list) and all(isinstance(one, dict) for one in (*predicted, *label)):
-        shown = [
-            [*marked(text, [(one["start"], one["end"], one["label"]) for one in spans])] for spans in (label, predicted)
-        ]
-        return HeldOutRow(shown[0], "", "", shown[1])
+        return HeldOutRow(with_spans(text, label), "", "", with_spans(text, predicted))
     pieces = [TextSegment(text)]
     return HeldOutRow(pieces, _words(label), _words(predicted), pieces, found.get("reward"))
 
 
+def with_spans(text: str, spans: list[dict[str, Any]]) -> list[TextSegment]:
+    """Returns a text in pieces, of which those in a predicted or given span have its label."""
+    return [*marked(text, ((int(one["start"]), int(one["end"]), str(one["label"])) for one in spans))]
+
+
 def _words(value: Any) -> str:
-    return (
-        ", ".join(map(str, value))
-        if isinstance(value, list)
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class _HeldOut:
@@ -108,7 +103,7 @@ class _HeldOut:
         self._studio, self._project = studio, studio.project
 
     async def predict(self, request: Request) -> Response:
-        run = self._project.run_path((await form_of(request)).get("run", ""))
+        run = await self._studio.run_in(request)
         self._project.commands.forget(_slot(run))
         predict_held_out(self._project, run)
         return self._studio.back(address("/try", run=run) + "#held-out")

@@ -44,7 +44,7 @@ class OfferedModel:
     note: str
 
 
-def suggested_models(task: str | None, purpose: Purpose) -> list[OfferedModel]:
+def suggested_models(purpose: Purpose) -> list[OfferedModel]:
     """Returns models on the Hub, the recommended one first."""
     if purpose.model is None:
         return []

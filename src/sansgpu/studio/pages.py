@@ -69,6 +69,10 @@ class Studio:
             target += ("&" if "?" in target else "?") + urlencode({"message": key})
         return RedirectResponse(target, HTTPStatus.SEE_OTHER)
 
+    async def run_in(self, request: Request) -> str:
+        """Returns the path of the run that a form names. Raises ConfigError if it is not in the project."""
+        return self.project.run_path((await form_of(request)).get("run", ""))
+
     def steps(self, current: str, way: str | None, run: str | None) -> list[Step]:
         """Returns the steps of a way. Those after the start need a run."""
         ready = {"run"} if run else set()

@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Choices:
-    """What a person has chosen on a way: the answers to the questions of `sansgpu init`, and other keys."""
+    """The user's choices for one model: task, data, base model, training time, and other configuration keys."""
 
     task: str | None = None
     task_is_guessed: bool = False  # from the rows

@@ -40,10 +40,10 @@ def fields_by_key() -> dict[str, Any]:
     return dict(all_keys(SCHEMA))
 
 
-def config_with(answers: Choices, settings: tuple[str, ...]) -> Config:
-    """Returns the configuration of the answers. Raises ConfigError if a setting cannot be used."""
+def config_with(answers: Choices) -> Config:
+    """Returns the configuration of the choices. Raises ConfigError if a setting cannot be used."""
     config = reading_config(answers.data or "data", answers.task or next(iter(PURPOSES)))
-    return change_config(config, list(settings))
+    return change_config(config, list(answers.settings))
 
 
 def remedies(message: str, answers: Choices) -> list[Remedy]:
@@ -96,9 +96,7 @@ def _is_useful(remedy: Remedy, answers: Choices) -> bool:
         return False
     if remedy.value is None:
         return True
-    setting = f"{remedy.key}={remedy.value}"
     try:
-        before, after = config_with(answers, answers.settings), config_with(answers, (*answers.settings, setting))
+        return config_with(answers) != config_with(answers.with_setting(f"{remedy.key}={remedy.value}"))
     except ConfigError:
         return False
-    return before != after

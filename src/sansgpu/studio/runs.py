@@ -20,7 +20,7 @@ from sansgpu.events.event import Event
 from sansgpu.files.ownership import is_locked
 from sansgpu.jobs.runs import list_runs
 from sansgpu.studio.pages import Handler, Studio, address, fields_of, form_of, query_of
-from sansgpu.studio.project import Project, shown_command
+from sansgpu.studio.project import Project
 from sansgpu.views.page import figure
 from sansgpu.views.record import RunRecord
 from sansgpu.views.results import describe_results, evaluation_words, summarize
@@ -52,6 +52,14 @@ def record_of(project: Project, run: str) -> RunRecord | None:
     """Returns the record of a run, or None if it has not begun yet. Raises ConfigError if it is damaged."""
     folder = project.run_folder(run)
     return RunRecord.open(folder) if contains_run(folder) else None
+
+
+def finished_record(project: Project, run: str) -> RunRecord:
+    """Returns the record of a run that has a final model. Raises ConfigError for other runs."""
+    record = record_of(project, run)
+    if record is None or not record.paths.final.is_dir():
+        raise ConfigError(f"{run} has no final model yet; wait until the run has ended, or resume it.")
+    return record
 
 
 def way_of(project: Project, run: str) -> str | None:
@@ -89,17 +97,21 @@ class _Runs:
         return self._studio.page(request, "runs_table.html", rows=found)
 
     async def compare(self, request: Request) -> Response:
-        chosen = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_COMPARED]
-        records = [record for run in chosen if (record := record_of(self._project, run)) is not None]
+        records = self._chosen(request)
         if len(records) < 2:
             raise ConfigError("fewer than two runs are chosen; choose several in the list of runs.")
-        found = [dict(describe_results(summarize(record, is_locked(record.paths)))) for record in records]
+        found = [dict(describe_results(summarize(record, is_locked(record.paths)))) for record in records.values()]
         names = dict.fromkeys(name for words in found for name in words)
         return self._studio.page(
-            request, "compare.html", current="runs", steps=[], chosen=chosen,
-            names=[named.label for named in with_unique_names(records)],
+            request, "compare.html", current="runs", steps=[], chosen=[*records],
+            names=[named.label for named in with_unique_names([*records.values()])],
             rows=[(name, [words.get(name, "") for words in found]) for name in names],
         )  # fmt: skip
+
+    def _chosen(self, request: Request) -> dict[str, RunRecord]:
+        """Returns the records of the runs that an address names and that have begun."""
+        runs = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_COMPARED]
+        return {run: record for run in runs if (record := record_of(self._project, run)) is not None}
 
     async def run(self, request: Request) -> Response:
         run = query_of(request, "run")
@@ -118,7 +130,8 @@ class _Runs:
         record, process = record_of(self._project, run), self._project.process(run)
         held = record is not None and is_locked(record.paths)
         is_active = held or process.is_alive
-        if record is None and not is_active and not process.log:
+        log = process.log
+        if record is None and not is_active and not log:
             raise ConfigError(f"there is no run {run}; choose one from the list of runs.")
         found: dict[str, Any] = {
             "is_active": is_active,
@@ -127,7 +140,7 @@ class _Runs:
             "record": record,
             "wait": max(POLL_SECONDS, round((time.monotonic() - started) * POLL_RATIO)),
         }
-        found["log"] = "\n".join(process.log.splitlines()[-LOG_LINES:])
+        found["log"] = "\n".join(log.splitlines()[-LOG_LINES:])
         found["version"] = str(zlib.crc32(repr((is_active, found["is_stopping"], found["log"])).encode()))
         if record is None:
             return found
@@ -147,8 +160,7 @@ class _Runs:
 
     async def plots(self, request: Request) -> Response:
         """Returns the plots of one run or of several as plotly figures."""
-        chosen = request.query_params.getlist("run")[:MAX_COMPARED]
-        records = [record for run in chosen if (record := record_of(self._project, run)) is not None]
+        records = [*self._chosen(request).values()]
         sections = await asyncio.to_thread(run_plots, records) if records else []
         return JSONResponse(
             [
@@ -161,7 +173,7 @@ class _Runs:
         )  # fmt: skip
 
     async def stop(self, request: Request) -> Response:
-        run = self._project.run_path((await form_of(request)).get("run", ""))
+        run = await self._studio.run_in(request)
         self._project.process(run).stop()
         self._stopping.add(run)
         return self._studio.back(address("/run", run=run))
@@ -213,7 +225,3 @@ def _snapshots(paths: RunPaths) -> Sequence[str]:
     if not paths.snapshots.is_dir():
         return []
     return sorted((path.name for path in paths.snapshots.iterdir() if path.name.startswith("step-")), reverse=True)
-
-
-def resume_command(run: str) -> str:
-    return shown_command(["train", "--resume", "--output-dir", run])

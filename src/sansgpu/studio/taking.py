@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from sansgpu.config import ConfigError, RunPaths
+from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
-from sansgpu.studio.runs import record_of, run_page
+from sansgpu.studio.runs import finished_record, record_of, run_page
 from sansgpu.studio.using import ModelServer, kind_of
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -75,10 +75,7 @@ class _Taking:
 
     async def page(self, request: Request) -> Response:
         run = query_of(request, "run")
-        record = record_of(self._project, run)
-        if record is None or not RunPaths(record.paths.root).final.is_dir():
-            raise ConfigError(f"{run} has no final model yet; wait until the run has ended, or resume it.")
-        kind = kind_of(record)
+        kind = kind_of(finished_record(self._project, run))
         return run_page(
             self._studio, request, "take", "take_step.html", run, kind=kind, forms=_FORMS[kind], types=_TYPES,
             server=ModelServer(self._project, run), serves=kind in ("text", "search"), **self._exported(run),
@@ -125,12 +122,12 @@ class _Taking:
         return FileResponse(file, media_type="application/octet-stream", filename=file.name)
 
     async def serve(self, request: Request) -> Response:
-        run = self._project.run_path((await form_of(request)).get("run", ""))
+        run = await self._studio.run_in(request)
         ModelServer(self._project, run).start()
         return self._studio.back(address("/take", run=run))
 
     async def stop(self, request: Request) -> Response:
-        run = self._project.run_path((await form_of(request)).get("run", ""))
+        run = await self._studio.run_in(request)
         ModelServer(self._project, run).stop()
         return self._studio.back(address("/take", run=run))
 

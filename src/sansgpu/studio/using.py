@@ -14,16 +14,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sansgpu.config import ConfigError, RunPaths, SansGPUError
+from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import truncate
-from sansgpu.data.preview.example import TextSegment, marked
+from sansgpu.data.preview.example import TextSegment
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.machine.http.hosts import is_this_machine, name_in
 from sansgpu.studio.commands import Command, Detached
-from sansgpu.studio.held_out import held_out_values, predict_held_out
+from sansgpu.studio.held_out import held_out_values, predict_held_out, with_spans
 from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
 from sansgpu.studio.project import STATE, Project, as_argument
-from sansgpu.studio.runs import record_of, run_page
+from sansgpu.studio.runs import finished_record, run_page
 from sansgpu.views.record import RunRecord
 from sansgpu.views.run_plots import Confusion
 
@@ -133,15 +133,9 @@ class _Using:
         self._studio, self._project = studio, studio.project
         self._answered: dict[str, list[dict[str, str]]] = {}  # the last answers of each run, the newest first
 
-    def _record(self, run: str) -> RunRecord:
-        record = record_of(self._project, run)
-        if record is None or not RunPaths(record.paths.root).final.is_dir():
-            raise ConfigError(f"{run} has no final model yet; wait until the run has ended, or resume it.")
-        return record
-
     async def page(self, request: Request) -> Response:
         run = query_of(request, "run")
-        record = self._record(run)
+        record = finished_record(self._project, run)
         kind = kind_of(record)
         if kind == "predict":
             predict_held_out(self._project, run)
@@ -172,7 +166,7 @@ class _Using:
     async def answer(self, request: Request) -> Response:
         form = await form_of(request)
         run, side = self._project.run_path(form.get("run", "")), form.get("side", "")
-        servers = self._servers(run, self._record(run))["servers"]
+        servers = self._servers(run, finished_record(self._project, run))["servers"]
         if not (prompt := form.get("prompt", "")):
             raise ConfigError("the prompt is empty; write one.")
         if side not in servers:
@@ -201,7 +195,7 @@ class _Using:
         """Predicts one row of a form, or each line of its texts."""
         form = await form_of(request)
         run = self._project.run_path(form.get("run", ""))
-        record = self._record(run)
+        record = finished_record(self._project, run)
         rows = _rows_of(form, record)
         file = self._project.process_file(f"texts-{run}").with_suffix(".jsonl")
         with write_failures_as(ConfigError, file):
@@ -228,7 +222,7 @@ class _Using:
         form = await form_of(request)
         run = self._project.run_path(form.get("run", ""))
         folder, words = as_argument(form.get("folder", "")), form.get("words", "")
-        self._record(run)
+        finished_record(self._project, run)
         if not folder or not words:
             raise ConfigError("a folder and a question are needed to search; write both.")
         self._project.commands.run(f"{run}/search", ["search", "--json", "--", run, folder, words], object())
@@ -267,8 +261,7 @@ def predictions_of(command: Command) -> list[Prediction]:
 def _prediction(row: dict[str, str], predicted: dict[str, Any]) -> Prediction:
     text = row.get("context") or next(iter(row.values()))
     if "spans" in predicted:
-        spans = [(int(one["start"]), int(one["end"]), str(one["label"])) for one in predicted["spans"]]
-        return Prediction([*marked(text, spans)])
+        return Prediction(with_spans(text, predicted["spans"]))
     if "answer" in predicted:
         return Prediction([TextSegment(row["question"])], str(predicted["answer"]) or "(no answer)")
     if "scores" in predicted:

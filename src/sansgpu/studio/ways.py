@@ -91,7 +91,7 @@ class _Ways:
         local = await asyncio.to_thread(local_models, self._project.root, purpose) if purpose.model else []
         return self._studio.way_page(
             request, "model", "model_step.html", purpose=purpose, local=local,
-            suggested=suggested_models(answers.task, purpose), **self._fit_values(request.path_params["name"]),
+            suggested=suggested_models(purpose), **self._fit_values(request.path_params["name"]),
         )  # fmt: skip
 
     async def choose_model(self, request: Request) -> Response:
@@ -132,7 +132,7 @@ class _Ways:
     async def time(self, request: Request) -> Response:
         name = request.path_params["name"]
         answers = self._project.answers(name)
-        config = config_with(answers, answers.settings)
+        config = config_with(answers)
         fields = fields_by_key()
         offered = {key: fields[key] for key in OFFERED if config.acts(key)}
         chosen = dict(one.partition("=")[::2] for one in answers.settings)
@@ -152,7 +152,7 @@ class _Ways:
             except ValueError as error:
                 raise ConfigError(f"the time cannot be used: {error}.") from None
         answers = replace(self._project.answers(name), time=time).with_form(form)
-        config_with(answers, answers.settings)  # raises ConfigError
+        config_with(answers)  # raises ConfigError
         self._project.save(name, answers)
         return self._studio.back(f"/way/{name}/time")
 
