@@ -173,7 +173,8 @@ def test_a_quantized_head_computes_what_its_values_do(
         assert of_values is not None
         if options.softcap:  # the compiler orders the operations of its tanh differently in the two kernels
             near = 1e-5 if dtype == torch.float32 else 2e-2  # roundings to bf16
-            torch.testing.assert_close(of_blocks, of_values, rtol=near, atol=1e-6)
+            largest = float(of_values.detach().abs().max())
+            torch.testing.assert_close(of_blocks, of_values, rtol=near, atol=1e-6 + 0.01 * near * largest)
         else:
             torch.testing.assert_close(of_blocks, of_values, rtol=1e-6, atol=0.0)
 

@@ -46,7 +46,8 @@ def test_the_best_installed_kernels_are_used(libraries: Path, monkeypatch: pytes
     monkeypatch.setenv("SANSGPU_ISA", lower.name)
     assert loaded(libraries) == [f"native {lower.name}"]
     monkeypatch.delenv("SANSGPU_ISA")
-    (libraries / f"{best.name}.so").unlink()
+    for instructions in supported()[1:]:  # `make test-long` compiles those between them too
+        (libraries / f"{instructions.name}.so").unlink(missing_ok=True)
     assert loaded(libraries) == [f"native {lower.name}"]
 
 

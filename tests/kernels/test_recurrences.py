@@ -50,7 +50,7 @@ def assert_same_as_exact(
     theirs = [value.double().requires_grad_() for value in ours]
     ours = [value.requires_grad_() for value in ours]
     found, expected = kernel(ours), exact(theirs)
-    weights = torch.sin(torch.arange(expected.out.numel())).view(expected.out.shape)
+    weights = torch.sin(torch.arange(expected.out.numel())).view(expected.out.shape).to(dtype).float()
     (found.out.float() * weights).sum().backward()
     (expected.out * weights).sum().backward()
     assert found.out.dtype == dtype
