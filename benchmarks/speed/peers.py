@@ -150,6 +150,7 @@ def arguments() -> argparse.Namespace:
         choices=("fp32", "bf16", "int16", "int8"),
         help="also run sansgpu in these precisions",
     )
+    parser.add_argument("--dropout", type=float, metavar="P", help="instead of the size's own, for every contestant")
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")
     args = parse(parser)
     if args.nanogpt and not shakespeare.text_of(args.nanogpt).is_file():
@@ -159,7 +160,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    size = SIZES[args.size]
+    size = SIZES[args.size] if args.dropout is None else replace(SIZES[args.size], dropout=args.dropout)
     data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
     with tempfile.TemporaryDirectory(prefix="sansgpu-peers-") as name:
         folder = Path(name)
