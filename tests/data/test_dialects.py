@@ -43,8 +43,7 @@ def test_a_table_is_read_with_every_separator_and_encoding(tmp_path: Path, separ
         assert said is None
     else:
         assert said is not None
-        assert said.startswith(words)
-        assert said.endswith("2 columns (text, label)")
+        assert said.startswith(f"2 columns separated by {words} (text, label)")
         assert ("cp1252" in said, "utf-16" in said) == (encoding == "cp1252", encoding.startswith("utf-16"))
 
 
@@ -173,7 +172,7 @@ def test_encodings_of_longer_texts_are_recognized(tmp_path: Path, text: str, enc
 def test_the_note_names_the_encoding(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("Možda ćemo doći šetnjom, žena naručuje čaj.\n".encode("iso8859-2"))
-    said = f"{path}: read as iso8859-2; data.encoding changes this."
+    said = f"{path}: read as text in the encoding iso8859-2; data.encoding changes this."
     assert file_notes(DataConfig(dataset_name=str(path)), "texts") == [said]
 
 
@@ -347,7 +346,10 @@ def test_equal_names_of_columns_that_are_read_are_refused(tmp_path: Path, header
 def test_what_was_recognized_is_said_in_one_line(tmp_path: Path) -> None:
     rows(tmp_path / "a.csv", "text;label\nKüche;gut\n", "cp1252")
     data = DataConfig(dataset_name=str(tmp_path / "a.csv"))
-    said = "read as semicolons, cp1252, 2 columns (text, label); data.separator and data.encoding change this."
+    said = (
+        "read as 2 columns separated by semicolons (text, label), encoding cp1252; data.separator and data.encoding "
+        "change this."
+    )
     assert file_notes(data, "labeled texts") == [f"{tmp_path}/a.csv: {said}"]
     rows(tmp_path / "b.csv", "text;label\nschön;gut\n", "cp1252")
     data = DataConfig(dataset_name=str(tmp_path))
@@ -385,7 +387,7 @@ def test_a_file_for_tabs_may_have_other_separators(separator: str, said: str, tm
     path = tmp_path / "a.tsv"
     lines = [f"text{separator}label", *(f"film {number}{separator}good" for number in range(4))]
     assert rows(path, "\n".join(lines))[0] == ("film 0", "good")
-    assert str(describe_file(path)).startswith(f"{said}, 2 columns")
+    assert str(describe_file(path)).startswith(f"2 columns separated by {said}")
     assert rows(path, "a, b\nc, d\ne, f\n") == [("c, d",), ("e, f",)], "commas of a text"
 
 

@@ -286,7 +286,7 @@ def test_spreadsheets_are_read(tmp_path: Path) -> None:
     expected = [("good, really", "pos"), (None, "neg"), ("fine", "3")]
     assert [tuple(row.values()) for row in read(path)] == expected
     (note,) = file_notes(DataConfig(dataset_name=str(path)), "labeled texts")
-    assert "sheet S1 without 1 other sheet, 2 columns (text, label), the index column left out" in note
+    assert "2 columns (text, label), sheet S1 without 1 other sheet, the index column left out" in note
     wide = spreadsheet(tmp_path / "b.xlsx", [["text", "label"], ["a", "pos", "more"], ["b", "neg"]])
     assert read(wide)[0] == {"text": "a", "label": "pos", "column 2": "more"}
     content = path.read_bytes()

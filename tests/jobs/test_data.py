@@ -131,7 +131,7 @@ def test_what_is_read_is_shown_and_the_data_stay(tmp_path: Path, capsys: Capture
     out = shown(capsys, path)
     flat = " ".join(out.split())
     assert "form messages in 1 row, prompt + completion in 1 used" in flat
-    assert "not used note in 1 row" in flat
+    assert "unused columns note in 1 row" in flat
     assert "left out 2 of 4 rows" in flat
     assert "line 4 is not valid JSON" in flat
     assert "assistant: ⟦4⟧" in out
@@ -235,7 +235,7 @@ def test_a_dry_run_shows_the_columns_and_the_rows_that_are_left_out(tmp_path: Pa
     out = capsys.readouterr().out
     assert yaml.safe_load(out)["config"]["task"] == "classify"
     lines = [line.removeprefix("# data ") for line in out.splitlines() if line.startswith("# data ")]
-    assert f"not used: source in {len(rows)} rows" in lines
+    assert f"unused columns: source in {len(rows)} rows" in lines
     assert f"  1: {path}, line {len(rows) + 1}: its text is empty; fix or remove the row." in lines
     assert lines[0] == f"rows: {len(rows) + 1} in {path}"
 

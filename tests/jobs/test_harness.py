@@ -304,7 +304,7 @@ def test_options_and_models_that_do_not_fit_are_refused(
     task, run = home / "tasks/choices.yaml", home / "run"
     assert "--fewshot requires --harness" in refused(capsys, "eval", run, "--fewshot", 2)
     assert "--apply-chat-template requires --harness" in refused(capsys, "eval", run, "--apply-chat-template")
-    assert "--limit requires --link-prediction or --harness" in refused(capsys, "eval", run, "--limit", 2)
+    assert "--limit requires --link-prediction, --harness or" in refused(capsys, "eval", run, "--limit", 2)
     for option, value in (("--data", "x.txt"), ("--mteb", "STS17"), ("--reward", "answer")):
         assert f"{option} has no effect with --harness; remove it" in refused(
             capsys, "eval", run, "--harness", task, option, value

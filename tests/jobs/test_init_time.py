@@ -39,6 +39,8 @@ def test_other_keys_are_used_and_shown_in_the_proposal(tmp_path: Path, capsys: C
     assert "4 epochs take 8 steps of about " in capsys.readouterr().err
     config = load_config(Path("a.yaml"))[0]
     assert (config.training.num_epochs, config.data.text_column) == (4, "remark")
+    assert (config.training.logging_steps, config.training.eval_steps) == (1, 5), "a short run shows all steps"
+    assert config.training.max_hours == 0.05, "a minute's run may take three, because other programs run, too"
 
 
 def test_chats_are_recognized_and_get_the_time_of_their_epochs(tmp_path: Path, capsys: Captured) -> None:

@@ -101,6 +101,16 @@ def test_two_hundred_runs_are_listed_and_compared(home: Path, folder: Path) -> N
         page = visitor.open("/runs/table")
         assert time.monotonic() - started < 20
         assert page.text.count("runs/copy-") == 199
+        (folder / "runs/copy-7/metrics.jsonl").write_text("damaged\n", encoding="utf-8")
+        shutil.move(folder / "runs/copy-8", home / "copy-8")
+        started = time.monotonic()
+        again = visitor.open("/runs/table")
+        assert time.monotonic() - started < 5
+        assert again.body.count('value="runs/copy-') == 198
+        assert "runs/copy-7/metrics.jsonl" in again.text, "a changed run is read again, and its problem said"
+        shutil.rmtree(folder / "runs/copy-7")
+        shutil.copytree(folder / "runs/one", folder / "runs/copy-7")
+        shutil.move(home / "copy-8", folder / "runs/copy-8")
         assert "200 runs in this folder" in visitor.open("/").text
         page = visitor.open("/compare?run=runs/one&run=runs/copy-7")
         assert "2 runs compared" in page.text

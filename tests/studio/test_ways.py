@@ -46,7 +46,7 @@ def test_a_table_becomes_a_classifier_that_was_used(visited: Studio) -> None:
     assert "Use the column “comment” as data.text_column" in page.text
     visited.submit(f"/way/{way}/set", **{"data.text_column": "comment"})
     page = visited.shows(f"/way/{way}/data", "What was found in data/opinions/reviews.csv")
-    assert "read as semicolons, 3 columns (n, comment, opinion)" in page.text
+    assert "read as 3 columns separated by semicolons (n, comment, opinion)" in page.text
     assert "0 = bad (30), 1 = good (30)" in page.text
     assert "sansgpu data data/opinions/reviews.csv --task classify" in page.text
     assert "models/bert" in visited.open(f"/way/{way}/model").text

@@ -101,7 +101,7 @@ def test_kept_activations_change_losses_slightly_at_most(home: Path, form: str) 
     other = made(home, f"kept-{form}", "classify", "bert", LATER, no_dropout, {"model.keep_activations": form})
     tolerance = 1e-4 if form == "false" else 2e-2
     assert losses_of(kept) == pytest.approx(losses_of(other), rel=tolerance)
-    assert (losses_of(kept) == losses_of(other)) is False
+    assert form == "false" or losses_of(kept) != losses_of(other), "some processors round equally without int8"
     stop = stop_of(kept)
     assert [e["loss"] for e in events_of(kept, "step")][:stop] == [e["loss"] for e in events_of(other, "step")][:stop]
 

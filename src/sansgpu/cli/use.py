@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +64,7 @@ class _EvaluateOptions:
         int | None,
         option(
             "With --link-prediction: maximum number of tail queries and, with data.inverse_relations, of head queries. "
-            "With --harness: maximum number of examples per task.",
+            "With --harness: maximum number of examples per task. With --predictions: maximum number of rows in FILE.",
             min=1,
         ),
     ] = None
@@ -83,8 +83,8 @@ class _EvaluateOptions:
     predictions: Annotated[
         Path | None,
         path_option(
-            "Also write each row with its label and prediction, as JSON lines. For models that `predict` supports, and "
-            "for reinforcement learning.",
+            "Also write each row with its label and prediction, as JSON lines. For models that `predict` supports, for "
+            "conversations, whose last answer the model writes itself, and for reinforcement learning.",
             "FILE",
         ),
     ] = None
@@ -117,8 +117,8 @@ def evaluate(given: _EvaluateOptions) -> None:
     if given.harness is not None or given.fewshot is not None or given.apply_chat_template:
         evaluate_on_harness(given)
         return
-    if given.limit is not None and not given.link_prediction:
-        raise typer.BadParameter("--limit requires --link-prediction or --harness; add one of them")
+    if given.limit is not None and not given.link_prediction and given.predictions is None:
+        raise typer.BadParameter("--limit requires --link-prediction, --harness or --predictions; add one of them")
     if given.window is not None and given.link_prediction:
         raise typer.BadParameter("--window has no effect with --link-prediction; remove it")
     if given.mteb is not None:
@@ -144,7 +144,8 @@ def evaluate(given: _EvaluateOptions) -> None:
         if given.link_prediction:
             result = link_prediction(model, given.data, given.limit, bar, warn)
         else:
-            write = None if given.predictions is None else partial(write_json_lines, output=given.predictions)
+            file, limit = given.predictions, given.limit
+            write = None if file is None else lambda rows: write_json_lines(islice(rows, limit), file)
             event, settings = evaluate_model(model, given.data, given.window, bar, warn, given.reward, write)
     if given.link_prediction:
         print_result(result, given.as_json, print_link_prediction)

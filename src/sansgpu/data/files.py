@@ -144,7 +144,7 @@ def describe_file(path: Path, configured: FileFormat = USUAL) -> str | None:
             if form in TABLES:
                 return describe_table(path, recognize_table(path, configured))
             encoding = resolve_encoding(path, configured.encoding)
-            return None if encoding == UTF8 else encoding
+            return None if encoding == UTF8 else f"text in the encoding {encoding}"
     except ConfigError:
         return None
 

@@ -35,7 +35,7 @@ def evaluate_model(
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
     `reward` replaces the reward that a run was trained with; it may be Python code. `write_rows` is called with
-    all rows and their predictions. Raises ConfigError if the model or the data cannot be used.
+    the rows and their predictions. Raises ConfigError if the model or the data cannot be used.
     """
     target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"

@@ -12,17 +12,20 @@ from sansgpu.files.ownership import is_locked
 from sansgpu.views.record import RunRecord
 from sansgpu.views.results import RunSummary, changed_settings, size_bytes, summarize
 
+KnownRuns = dict[Path, tuple[object, RunSummary]]  # the results of a run, with what changes when they change
 
-def list_runs(folder: Path) -> list[RunSummary]:
+
+def list_runs(folder: Path, known: KnownRuns | None = None) -> list[RunSummary]:
     """Returns the results of every run below `folder`, most recently changed first.
 
-    An unreadable run has state `broken` and a `problem`. Raises ConfigError if the folder does not exist.
+    An unreadable run has state `broken` and a `problem`. Runs in `known` that have not changed are not read again, and
+    those that are read are added. Raises ConfigError if the folder does not exist.
     """
     if folder == RUNS and not folder.exists():
         return []
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; train a model first, or pass the folder that contains your runs.")
-    rows = [_row(found, folder) for found in run_folders(folder)]
+    rows = [_row(found, folder, {} if known is None else known) for found in run_folders(folder)]
     return sorted(rows, key=lambda row: (row.changed or "", row.path), reverse=True)
 
 
@@ -42,7 +45,23 @@ def run_folders(folder: Path) -> Iterator[Path]:
             left += (path for path in reversed(inside) if not path.name.startswith((".", ABANDONED_FOLDER)))
 
 
-def _row(found: Path, folder: Path) -> RunSummary:
+def _row(found: Path, folder: Path, known: KnownRuns) -> RunSummary:
+    state = _state(RunPaths(found))
+    if found not in known or known[found][0] != state:
+        known[found] = state, _read_row(found, folder)
+    return known[found][1]
+
+
+def _state(paths: RunPaths) -> object:
+    """Returns what changes when the results of a run change."""
+    try:
+        entries = [path.stat() for path in (paths.metrics, paths.root, paths.snapshots)]
+        return [(one.st_mtime_ns, one.st_size) for one in entries], paths.final.exists(), is_locked(paths)
+    except (ConfigError, OSError):
+        return object()  # unequal to every other state
+
+
+def _read_row(found: Path, folder: Path) -> RunSummary:
     name = found.absolute().name if found == folder else str(found.relative_to(folder))
     row = RunSummary(name, str(found))
     try:

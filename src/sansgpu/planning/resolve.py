@@ -53,7 +53,7 @@ from sansgpu.train.schedule import (
 # not determine the run's length. unread: do not read it.
 Data = Literal["needed", "wanted", "unread"]
 Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch
-WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
+WORTH_TIMING_SECONDS = 600  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
 
 
 @dataclass(frozen=True)

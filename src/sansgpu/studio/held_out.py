@@ -1,4 +1,4 @@
-"""The rows that a run held out for validation, with its predictions: what the numbers of its confusion matrix count."""
+"""The rows that a run held out for validation, with its predictions and the confusion matrix that counts them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from sansgpu.data.preview.example import TextSegment, marked
 from sansgpu.files.atomic import make_folder, write_failures_as
 from sansgpu.studio.pages import Handler, Studio, address, query_of
 from sansgpu.studio.project import Project
-from sansgpu.studio.runs import record_of
+from sansgpu.studio.runs import finished_record
+from sansgpu.views.record import RunRecord
 from sansgpu.views.run_plots import Confusion
 
 MAX_ROWS = 200
+MAX_ANSWERED = 40  # conversations, whose answers are generated
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
     return [("/try/held-out", "POST", pages.predict), ("/try/rows", "GET", pages.rows)]
 
 
-def predict_held_out(project: Project, run: str) -> None:
+def predict_held_out(project: Project, run: str, record: RunRecord) -> None:
     """Starts the command that predicts the rows that a run held out, unless it was started before."""
     if project.commands.known(_slot(run)) is not None:
         return
@@ -50,10 +52,13 @@ def predict_held_out(project: Project, run: str) -> None:
         make_folder(file.parent)
         file.unlink(missing_ok=True)
     shown = str(file.relative_to(project.root))
-    project.commands.run(_slot(run), ["eval", run, "--predictions", shown, "--json"], shown)
+    limit = ["--limit", str(MAX_ANSWERED)] if _are_conversations(record) else []
+    project.commands.run(_slot(run), ["eval", run, "--predictions", shown, *limit, "--json"], shown)
 
 
-def held_out_values(project: Project, run: str, label: str = "", predicted: str = "") -> dict[str, Any]:
+def held_out_values(
+    project: Project, run: str, record: RunRecord, label: str = "", predicted: str = ""
+) -> dict[str, Any]:
     """Returns the command that predicts the rows of a run, and the rows with a label and a prediction.
 
     Without them, the wrong ones come first.
@@ -70,7 +75,14 @@ def held_out_values(project: Project, run: str, label: str = "", predicted: str 
         number = len(every)
         chosen = (row for row in every if label in ("", row.label) and predicted in ("", row.predicted))
         rows = sorted(chosen, key=lambda row: (row.is_right, row.reward or 0.0))[:MAX_ROWS]
-    return {"asked": command, "rows": rows, "number_of_rows": number, "label": label, "predicted": predicted}
+    return {
+        "asked": command, "rows": rows, "number_of_rows": number, "label": label, "predicted": predicted,
+        "confusion": Confusion.of(record), "are_conversations": _are_conversations(record),
+    }  # fmt: skip
+
+
+def _are_conversations(record: RunRecord) -> bool:
+    return record.settings.rows == "conversations"
 
 
 def _slot(run: str) -> str:
@@ -105,14 +117,12 @@ class _HeldOut:
     async def predict(self, request: Request) -> Response:
         run = await self._studio.run_in(request)
         self._project.commands.forget(_slot(run))
-        predict_held_out(self._project, run)
+        predict_held_out(self._project, run, finished_record(self._project, run))
         return self._studio.back(address("/try", run=run) + "#held-out")
 
     async def rows(self, request: Request) -> Response:
         run = query_of(request, "run")
-        record = record_of(self._project, run)
+        record = finished_record(self._project, run)
         given = (request.query_params.get(name, "") for name in ("label", "predicted"))
-        return self._studio.page(
-            request, "held_out_part.html", run=run, confusion=Confusion.of(record) if record else None,
-            **held_out_values(self._project, run, *given),
-        )  # fmt: skip
+        values = held_out_values(self._project, run, record, *given)
+        return self._studio.page(request, "held_out_part.html", run=run, **values)

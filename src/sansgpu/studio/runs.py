@@ -18,7 +18,7 @@ from sansgpu.config.paths import RUNS, contains_run
 from sansgpu.config.wording import truncate
 from sansgpu.events.event import Event
 from sansgpu.files.ownership import is_locked
-from sansgpu.jobs.runs import list_runs
+from sansgpu.jobs.runs import KnownRuns, list_runs
 from sansgpu.studio.pages import Handler, Studio, address, fields_of, form_of, query_of
 from sansgpu.studio.project import Project
 from sansgpu.views.page import figure
@@ -84,13 +84,14 @@ class _Runs:
     def __init__(self, studio: Studio) -> None:
         self._studio, self._project = studio, studio.project
         self._stopping: set[str] = set()  # runs that were asked to stop
+        self._known: KnownRuns = {}
 
     async def listed(self, request: Request) -> Response:
         return self._studio.page(request, "runs.html", current="runs", steps=[])
 
     async def table(self, request: Request) -> Response:
         folder = self._project.root / RUNS
-        rows = await asyncio.to_thread(list_runs, folder) if folder.is_dir() else []
+        rows = await asyncio.to_thread(list_runs, folder, self._known) if folder.is_dir() else []
         found = [
             (str(Path(row.path).relative_to(self._project.root)), row, dict(describe_results(row))) for row in rows
         ]

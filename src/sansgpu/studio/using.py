@@ -25,7 +25,6 @@ from sansgpu.studio.pages import Handler, Studio, address, form_of, query_of
 from sansgpu.studio.project import STATE, Project, as_argument
 from sansgpu.studio.runs import finished_record, run_page
 from sansgpu.views.record import RunRecord
-from sansgpu.views.run_plots import Confusion
 
 ANSWER_SECONDS = 600
 LOADING_SECONDS = 0.3  # between two looks whether a model is loaded
@@ -138,16 +137,16 @@ class _Using:
         record = finished_record(self._project, run)
         kind = kind_of(record)
         if kind == "predict":
-            predict_held_out(self._project, run)
+            predict_held_out(self._project, run, record)
         return run_page(
             self._studio, request, "try", "try_step.html", run, kind=kind, record=record,
             base=_base_of(self._project, record), pairs=record.section("data").get("text_pair_column") is not None,
-            confusion=Confusion.of(record), prompt=record.section("training").get("sample_prompt") or "",
+            prompt=record.section("training").get("sample_prompt") or "",
             **({"command": self._project.commands.known(f"{run}/search")} if kind == "search" else {}),
             **self._predictions(run), **self._servers(run, record), answered=self._answered.get(run, []),
-            shows_rows=kind == "predict" or record.settings.generates,
+            shows_rows=kind == "predict" or record.settings.rows in ("prompts", "conversations"),
             **held_out_values(
-                self._project, run, *(request.query_params.get(name, "") for name in ("label", "predicted"))
+                self._project, run, record, *(request.query_params.get(name, "") for name in ("label", "predicted"))
             ),
         )  # fmt: skip
 
@@ -285,7 +284,8 @@ def _rows_of(form: Any, record: RunRecord) -> list[dict[str, str]]:
         if not all(row.values()):
             raise ConfigError("a question and a text with the answer are needed; write both.")
         return [row]
-    text, pair = str(data.get("text_column") or "text"), data.get("text_pair_column")
+    text, pair = data.get("text_column"), data.get("text_pair_column")
+    text = text if isinstance(text, str) and text else "text"  # a number is the place of a column in a table
     lines = [line.strip() for line in form.get("texts", "").splitlines() if line.strip()][:MAX_TEXTS]
     if not lines:
         raise ConfigError("there is no text; write one text a line.")

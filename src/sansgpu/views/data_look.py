@@ -63,8 +63,8 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
     )
     if split.forms:
         yield "form", _listed(split.forms)
-        yield "used", _listed(split.used) or "nothing"
-        yield "not used", _listed(split.not_used) or "nothing"
+        yield "used columns", _listed(split.used) or "nothing"
+        yield "unused columns", _listed(split.not_used) or "nothing"
     if skipped := split.rows - split.usable:
         effect = "their own values say so, so a run goes on"
         if split.bad_rows:

@@ -77,7 +77,7 @@ def test_many_texts_are_embedded_in_int8_only_if_a_sample_agrees(
         pytest.skip("this processor does not multiply int8 faster")
     run = made(home, "bert2", "pairs", "bert")
     write_rows(home / "many.jsonl", ({"text": TEXTS[number % len(TEXTS)]} for number in range(LEAST_TEXTS)))
-    monkeypatch.setattr("sansgpu.kernels.roofline.is_faster", lambda *_, ours: True)
+    monkeypatch.setattr("sansgpu.kernels.roofline.is_faster", lambda *_, **__: True)
     asked, answers = ["embed", str(run), "--data", str(home / "many.jsonl"), "--output"], {}
     for least in (0.5, 1.1):
         monkeypatch.setattr("sansgpu.jobs.embed.LEAST_COSINE", least)

@@ -302,10 +302,10 @@ def describe_table(path: Path, dialect: Dialect) -> str | None:
     sheet, others = sheet_names(path) if is_sheet else (None, [])
     if (is_sheet or dialect.separator == default_separator(path)) and dialect.is_plain and not others:
         return None
-    parts = [] if is_sheet else [SEPARATORS.get(dialect.separator, repr(dialect.separator))]
+    separated = "" if is_sheet else f" separated by {SEPARATORS.get(dialect.separator, repr(dialect.separator))}"
+    parts = [f"{counted(len(dialect.names), 'column')}{separated} ({', '.join(dialect.names[:MAX_NAMES])})"]
     parts += [f"sheet {sheet} without {counted(len(others), 'other sheet')}"] if others else []
-    parts += [] if dialect.encoding == UTF8 else [dialect.encoding]
-    parts.append(f"{counted(len(dialect.names), 'column')} ({', '.join(dialect.names[:MAX_NAMES])})")
+    parts += [] if dialect.encoding == UTF8 else [f"encoding {dialect.encoding}"]
     parts += [f"{counted(dialect.titles, 'line')} above the header left out"] if dialect.titles else []
     parts += ["the index column left out"] if dialect.row_index else []
     parts += [f'"{word}" in column {dialect.names[number]} is a value' for number, word in dialect.words]

@@ -19,7 +19,7 @@ from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.jobs.init.answers import InitAnswers, checked, is_built_in, machine_of
 from sansgpu.jobs.init.corpora import HubCorpus, corpus_named
-from sansgpu.jobs.init.fine_tuning import epochs_for, fine_tuning_config, fitting_run
+from sansgpu.jobs.init.fine_tuning import fine_tuning_config, fitting_run
 from sansgpu.jobs.init.hours import text_bytes_of
 from sansgpu.jobs.init.sample import sample_rows
 
@@ -116,7 +116,7 @@ def _fine_tuned(answers: InitAnswers, purpose: Purpose, progress: ReportProgress
     """Returns a fine-tuning configuration, which fits into memory if that can be estimated, and a comment."""
     config = fine_tuning_config(answers, purpose)
     with suppress(ConfigError):  # the data cannot be read here
-        config = fine_tuning_config(answers, purpose, epochs_for(sample_rows(config, progress).rows, purpose))
+        config = fine_tuning_config(answers, purpose, sample_rows(config, progress).rows)
     fitting = fitting_run(config, answers, progress, warn)
     method = "a LoRA adapter" if purpose.is_decoder else purpose.trained
     model = config.model.name_or_path

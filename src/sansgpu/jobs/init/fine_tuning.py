@@ -14,6 +14,7 @@ from sansgpu.jobs.init.answers import InitAnswers
 from sansgpu.tasks.configuration import as_config
 
 LEAST_STEPS, MAX_EPOCHS, USUAL_BATCH = 60, 20, 16
+USUAL_INTERVAL, LEAST_EVALUATIONS, MOST_STEPS_TO_SHOW_ALL = 50, 5, 100
 # Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
 _ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
 
@@ -36,8 +37,20 @@ def epochs_for(rows: float, purpose: Purpose) -> int:
     return max(purpose.epochs, min(MAX_EPOCHS, math.ceil(LEAST_STEPS / steps)))
 
 
-def fine_tuning_config(answers: InitAnswers, purpose: Purpose, epochs: int | None = None) -> Config:
-    """Returns the configuration for the answers, before it is made to fit. Raises ConfigError."""
+def evaluation_interval(steps: float) -> int:
+    """Returns the steps between evaluations: a run of few steps has some, too."""
+    return max(5, int(min(USUAL_INTERVAL, steps / LEAST_EVALUATIONS)))
+
+
+def fine_tuning_config(answers: InitAnswers, purpose: Purpose, rows: float | None = None) -> Config:
+    """Returns the configuration for the answers, before it is made to fit; `rows` are those of the data, if known.
+
+    Raises ConfigError.
+    """
+    epochs = epochs_for(rows, purpose) if rows else purpose.epochs
+    steps = epochs * rows / (purpose.batch or USUAL_BATCH) if rows else math.inf
+    # Steps of a short run may take seconds, so each is shown.
+    logged = {"logging_steps": 1} if steps <= MOST_STEPS_TO_SHOW_ALL else {}
     batch = {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch} if purpose.batch else {}
     config = as_config(
         {
@@ -48,10 +61,11 @@ def fine_tuning_config(answers: InitAnswers, purpose: Purpose, epochs: int | Non
             },
             "training": {
                 **batch,
-                "num_epochs": epochs or purpose.epochs,
+                "num_epochs": epochs,
                 "max_hours": answers.hours,
-                "save_steps": 50,
-                "eval_steps": 50,
+                **logged,
+                "save_steps": USUAL_INTERVAL,
+                "eval_steps": evaluation_interval(steps),
             },
             "data": {"dataset_name": answers.text},
         }

@@ -15,12 +15,20 @@ from sansgpu.data.sources import BYTES_PER_TOKEN
 from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.init.answers import InitAnswers, checked, machine_of
 from sansgpu.jobs.init.corpora import corpus_named
-from sansgpu.jobs.init.fine_tuning import FittingRun, epochs_for, fine_tuning_config, fitting_run
+from sansgpu.jobs.init.fine_tuning import (
+    FittingRun,
+    epochs_for,
+    evaluation_interval,
+    fine_tuning_config,
+    fitting_run,
+)
 from sansgpu.jobs.init.sample import DataSample, reading_config, sample_rows
 from sansgpu.tasks.configuration import as_config
 
 DEFAULT_HOURS = "1"  # if the data or the model cannot be read here, or the data have no end
-MARGIN = 1.2  # proposed time / estimated time, so that num_epochs ends the run although it is an estimate
+# Proposed time / estimated time, and least seconds to propose. They let num_epochs end the run although the time is an
+# estimate and other programs use the processor, too.
+MARGIN, LEAST_SECONDS = 2.0, 180
 # Times to propose: in minutes, and in hours.
 _MINUTES, _HOURS = (1, 2, 3, 5, 10, 15, 20, 30, 45), (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 LONGEST = _HOURS[-1]
@@ -121,7 +129,7 @@ def _for_canonical_rows(config: Config) -> Config:
 
 
 def _of_fine_tuning(number: int, fitting: FittingRun, length: _FineTuningLength) -> TimeProposal:
-    time, hours = round_time(length.seconds * MARGIN)
+    time, hours = round_time(max(LEAST_SECONDS, length.seconds * MARGIN))
     steps = f"{counted(length.steps, 'step')} of about {_step(length.seconds / length.steps)}"
     epochs = counted(number, "epoch", "epochs")
     memory = f"the model needs {fitting.needed / 1e9:.1f} of {fitting.available / 1e9:.1f} GB of memory"
@@ -175,6 +183,6 @@ def _fine_tuning_length(
     else:
         work = run.costs.work(run.tokens_per_step)
         step_seconds = run.tokens_per_step / processor.tokens_per_second(work.needed / run.tokens_per_step)
-    evaluations = steps // training.eval_steps + 1 if training.eval_steps else 1
+    evaluations = steps // min(training.eval_steps, evaluation_interval(steps)) + 1 if training.eval_steps else 1
     evaluated = scale * run.corpus.validation_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
     return _FineTuningLength(steps, (steps + evaluations * evaluated) * step_seconds / (1 - OVERHEAD_RATIO))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -40,7 +41,7 @@ from sansgpu.tasks.sft.data import (
     taught_corpus,
     tokenize_source,
 )
-from sansgpu.tasks.sft.evaluate import SFTEvaluator
+from sansgpu.tasks.sft.evaluate import AnsweringEvaluator, SFTEvaluator
 from sansgpu.tasks.sft.notes import template_notes
 from sansgpu.tasks.sft.objective import DecoderChat, SFTObjective
 from sansgpu.tasks.sft.settings import SETTINGS
@@ -144,14 +145,16 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
+        open_model = partial(cls.batch_model, loaded)
         if request.data is None:
-            return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
+            own = cast(ChatCorpus, request.own_corpus()).validation
+            return AnsweringEvaluator(loaded.objective, own, open_model)
         config = cls.config_to_evaluate(loaded, request)
 
         def read(source: Source, notes: list[str]) -> ConversationExamples:
             return tokenize_source(source, config, loaded.tokenizer, request.progress, notes)
 
-        return SFTEvaluator(loaded.objective, read_requested(request, config.data, read))
+        return AnsweringEvaluator(loaded.objective, read_requested(request, config.data, read), open_model)
 
     @classmethod
     def config_to_evaluate(cls, loaded: TrainedModel, request: EvaluationRequest) -> Config:
