@@ -34,6 +34,7 @@ def test_a_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytes
         load_config(Path("nan"))
     assert "small, medium, large, nano, " in str(caught.value)
     assert "compose" not in str(caught.value)
+    assert load_config(Path("configs/tiny.yaml"))[0].training.seed == Config().training.seed, "sansgpu's own"
     (tmp_path / "nano").write_text("")
     with pytest.raises(ConfigError, match="nano has an unknown file type"):
         load_config(Path("nano"))

@@ -24,8 +24,9 @@ MAX_NAMES = 20  # names in a message
 # Files of configs/ by the names that guides of other trainers (llm-trainer, oxidizr) give to files like them.
 _NAMES_IN_GUIDES = {"cpu_small_model": "cpu_small", "cpu_medium_model": "cpu_medium", "nano": "nano"}
 _PRESETS = Path(__file__).parent / "presets"
-_SOURCE = Path(__file__).parents[2]  # `src` in a clone of the repository
-_FOLDERS = (Path("configs"), *((_SOURCE.parent / "configs",) if _SOURCE.name == "src" else ()))
+_PACKAGE = Path(__file__).parents[1]
+# A wheel has the repository's configs/ in the package.
+_CONFIGS = _PACKAGE.parents[1] / "configs" if _PACKAGE.parent.name == "src" else _PACKAGE / "configs"
 
 
 def built_in(overridden: Collection[str]) -> dict[str, Any]:
@@ -37,7 +38,9 @@ def built_in(overridden: Collection[str]) -> dict[str, Any]:
 
 
 def configuration_file(path: Path) -> tuple[Path, list[str]]:
-    """Returns the file at `path`, or the one of this name among presets, ./configs and the repository's configs.
+    """Returns the file at `path`, or the one of this name among presets, ./configs and sansgpu's own configs.
+
+    `configs/NAME.yaml` finds sansgpu's own, too, where a folder `configs` has no such file.
 
     Instead of a missing file that a guide names, returns the one with its contents, and a note for the user.
     Raises ConfigError if there is none.
@@ -47,6 +50,8 @@ def configuration_file(path: Path) -> tuple[Path, list[str]]:
     known = _known_by_name()
     if str(path) in known:
         return known[str(path)], []
+    if path.parent == Path(_CONFIGS.name) and (_CONFIGS / path.name) in known.values():
+        return _CONFIGS / path.name, []
     if not _is_missing(path):
         return path, []  # reading it raises an error that says why it cannot be read
     if (other := known.get(_NAMES_IN_GUIDES.get(path.stem, ""))) is not None:
@@ -75,7 +80,7 @@ def _is_missing(path: Path) -> bool:
 
 def _known_by_name() -> dict[str, Path]:
     known = {name: _PRESETS / f"{name}.yaml" for name in PRESETS}
-    for folder in _FOLDERS:
+    for folder in (Path(_CONFIGS.name), _CONFIGS):
         for file in _files(folder):
             known.setdefault(file.stem, file)
     return known

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 def counted_parts(rows: Counter[str]) -> str:
     """Lists parts of rows with the number of rows that have them, the most frequent first."""
     first, *others = rows.most_common()
-    return ", ".join([f"{first[0]} in {counted(first[1], 'row')}", *(f"{name} in {count}" for name, count in others)])
+    return ", ".join([f"{first[0]} ({counted(first[1], 'row')})", *(f"{name} ({count})" for name, count in others)])
 
 
 def are_too_many(skipped: int, rows: int, limit: float) -> bool:
@@ -108,7 +108,7 @@ class RowReport:
             notes.append(f"left out: {', '.join(counts)}")
         notes += [f"{what}: {counted(count, 'row')}" for what, count in self._remarks.items()]
         if self._unused:
-            notes.append(truncate(f"not used: {counted_parts(self._unused)}", MAX_UNUSED_CHARACTERS))
+            notes.append(truncate(f"columns not used: {counted_parts(self._unused)}", MAX_UNUSED_CHARACTERS))
         return notes
 
     def report(self, note: Callable[[str], None]) -> None:

@@ -82,8 +82,8 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    """Lists names with numbers of rows, e.g. "text in 12 rows, label in 10"."""
-    names = [f"{name} in {counted(count, 'row') if not place else f'{count:,}'}"
+    """Lists names with numbers of rows, e.g. "text (12 rows), label (10)"."""
+    names = [f"{name} ({counted(count, 'row') if not place else f'{count:,}'})"
              for place, (name, count) in enumerate(counts.items())]  # fmt: skip
     left = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {left:,} others" if left > 0 else "")

@@ -52,14 +52,15 @@ def is_id_column(name: Any) -> bool:
 def main_text(row: Row) -> Any:
     """Returns the key of the column with the text of a row without its label, or None if that is unclear.
 
-    It is the usual one, the only one with text that does not identify rows, or the only one with "text" in its name,
-    such as comment_text.
+    It is the usual one, the only one with text that does not identify rows, the only one with "text" in its name,
+    such as comment_text, or the only one whose name is not that of metadata, such as `no`.
     """
     if (found := text_column(row, None)) is not None:
         return found
     strings = [name for name, value in row.items() if isinstance(value, str) and not is_id_column(name)]
     named = [name for name in strings if "text" in re.split(r"[\s_-]+", str(name).casefold())]
-    return next((names[0] for names in (strings, named) if len(names) == 1), None)
+    others = [name for name in strings if not _words(name) & METADATA_WORDS]
+    return next((names[0] for names in (strings, named, others) if len(names) == 1), None)
 
 
 def flag_columns(rows: Iterator[Row]) -> tuple[str, ...]:
