@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sansgpu.config.paths import RUNS, RunPaths
@@ -14,7 +14,7 @@ from sansgpu.jobs.runs import run_folders
 from sansgpu.views.tables import storage
 
 MAX_LISTED, MAX_CONFIG_BYTES = 40, 4 << 20
-_DECODER, _ENCODER = "writes text", "reads text"
+_DECODER, _ENCODER, _RUN = "writes text", "reads text", "the result of an earlier run of this project"
 _DECODERS = (
     ("HuggingFaceTB/SmolLM2-135M-Instruct", "135M", "English; minutes on a laptop"),
     ("google/gemma-3-270m-it", "270M", "140 languages"),
@@ -42,6 +42,7 @@ class OfferedModel:
 
     name: str
     note: str
+    is_recommended: bool = False
 
 
 def suggested_models(purpose: Purpose) -> list[OfferedModel]:
@@ -50,24 +51,26 @@ def suggested_models(purpose: Purpose) -> list[OfferedModel]:
         return []
     groups = [group for group in (_DECODERS, _ENCODERS, _EMBEDDERS) if purpose.model in (name for name, *_ in group)]
     listed = [OfferedModel(name, f"{size} parameters, {note}") for group in groups for name, size, note in group]
-    return sorted(listed, key=lambda model: model.name != purpose.model)
+    marked = [replace(model, is_recommended=model.name == purpose.model) for model in listed]
+    return sorted(marked, key=lambda model: not model.is_recommended)
 
 
 def local_models(root: Path, purpose: Purpose) -> list[OfferedModel]:
     """Returns finished runs, model folders and GGUF files in the project, and models that the Hub's cache has.
 
-    Those whose kind the purpose usually starts from come first.
+    Those whose kind the purpose usually starts from come first, and results of earlier runs last.
     """
     kind = _DECODER if purpose.is_decoder else _ENCODER
     found = [*_in_project(root)][:MAX_LISTED] + [*_in_cache()][:MAX_LISTED]
-    return sorted(found, key=lambda model: kind not in model.note)
+    marked = [replace(model, is_recommended=kind in model.note and _RUN not in model.note) for model in found]
+    return sorted(marked, key=lambda model: (not model.is_recommended, _RUN in model.note))
 
 
 def _in_project(root: Path) -> Iterator[OfferedModel]:
     for run in run_folders(root / RUNS):
         final = RunPaths(run).final
         if (final / "config.json").is_file() or (final / "adapter_config.json").is_file():
-            yield OfferedModel(str(run.relative_to(root)), f"{_kind_of(final)}, a run of this project")
+            yield OfferedModel(str(run.relative_to(root)), f"{_kind_of(final)}, {_RUN}")
     for folder in (root, root / "models"):
         with suppress(OSError):
             for path in sorted(folder.iterdir()):

@@ -123,7 +123,10 @@ class _Runs:
         state = await asyncio.to_thread(self._state, run)
         if state["version"] == request.query_params.get("version"):
             return Response(status_code=HTTPStatus.NO_CONTENT)  # the page stays as it is
-        return self._studio.page(request, "run_state.html", run=run, way=way_of(self._project, run), **state)
+        page = self._studio.page(request, "run_state.html", run=run, way=way_of(self._project, run), **state)
+        if not state["is_active"]:
+            page.headers["HX-Refresh"] = "true"  # the steps after the run can be opened now
+        return page
 
     def _state(self, run: str) -> dict[str, Any]:
         """Returns what is known of a run and its process now, and after how many seconds to ask again."""
@@ -153,6 +156,7 @@ class _Runs:
             "results": dict(describe_results(summary)),
             "left": _seconds_left(record) if is_active else None,
             "evaluations": _evaluation_table(record),
+            "last_evaluation": _last_evaluation(record),
             "samples": [event for event in record.evaluations if event.get("sample")][-MAX_SAMPLES:],
             "warnings": [*said][-MAX_WARNINGS:],
             "snapshots": _snapshots(record.paths),
@@ -220,6 +224,12 @@ def _evaluation_table(record: RunRecord) -> tuple[list[str], list[tuple[Event, l
     shown = [(event, dict(evaluation_words(record, event))) for event in record.evaluations[-MAX_EVALUATIONS:]]
     names = list(dict.fromkeys(name for _, words in shown for name in words))
     return names, [(event, [words.get(name, "") for name in names]) for event, words in shown]
+
+
+def _last_evaluation(record: RunRecord) -> list[tuple[str, str]]:
+    """Returns the metrics of the last evaluation that say more than the loss, such as the accuracy."""
+    words = evaluation_words(record, record.evaluations[-1]) if record.evaluations else ()
+    return [(name, value) for name, value in words if not name.startswith(("loss", "perplexity"))][:3]
 
 
 def _snapshots(paths: RunPaths) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class ExportForm:
 
 _FORMS = {
     "text": (
-        ExportForm("ollama", "Ollama", "a GGUF file with a Modelfile, for `ollama create`", ("q8_0", "q4_k", "f16")),
+        ExportForm("ollama", "Ollama", "files for the app Ollama, on any computer", ("q8_0", "q4_k", "f16")),
         ExportForm("gguf", "GGUF", "one file for llama.cpp, LM Studio and others", ("q8_0", "q4_k", "f16", "f32")),
         ExportForm("hf", "Hugging Face folder", "for transformers and vLLM"),
     ),
@@ -65,6 +66,13 @@ def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
         ("/take/stop", "POST", pages.stop),
         ("/take/server", "GET", pages.server),
     ]
+
+
+def _files_at(path: Path) -> Iterator[tuple[str, int]]:
+    """Yields the name and size of a file, or of each file of a folder."""
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            yield file.name if file == path else str(file.relative_to(path)), file.stat().st_size
 
 
 class _Taking:
@@ -103,20 +111,21 @@ class _Taking:
         return self._studio.page(request, "exported_part.html", run=run, **self._exported(run))
 
     def _exported(self, run: str) -> dict[str, Any]:
-        """Returns the last export: the command, the path that it wrote, and what else it printed."""
+        """Returns the last export: the command, the path and files that it wrote, and what else it printed."""
         command = self._project.commands.known(f"{run}/export")
         lines = command.output.splitlines() if command is not None and command.code == 0 else []
         path = Path(lines[0]) if lines else None
-        is_file = path is not None and (self._project.root / path).is_file()
-        return {"command": command, "path": path, "lines": lines[1:], "is_file": is_file}
+        files = sorted(_files_at(self._project.root / path)) if path is not None else []
+        return {"command": command, "path": path, "lines": lines[1:], "files": files}
 
     async def file(self, request: Request) -> Response:
-        """Sends the file that the last export of a run wrote."""
-        run = query_of(request, "run")
+        """Sends a file that the last export of a run wrote."""
+        run, name = query_of(request, "run"), query_of(request, "name")
         found = self._exported(run)
-        if not found["is_file"]:
-            raise ConfigError(f"{run} has no exported file; export it first.")
-        file = (self._project.root / found["path"]).resolve()
+        if name not in dict(found["files"]):
+            raise ConfigError(f"{run} has no exported file {truncate(name)}; export it first.")
+        path = self._project.root / found["path"]
+        file = (path if path.is_file() else path / name).resolve()
         if not file.is_relative_to(self._project.root):
             raise ConfigError(f"{found['path']} is outside of the project; copy it from there.")
         return FileResponse(file, media_type="application/octet-stream", filename=file.name)

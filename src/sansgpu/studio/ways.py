@@ -89,9 +89,11 @@ class _Ways:
         answers = self._project.answers(request.path_params["name"])
         purpose = PURPOSES[_chosen_task(answers)]
         local = await asyncio.to_thread(local_models, self._project.root, purpose) if purpose.model else []
+        suggested = suggested_models(purpose)
         return self._studio.way_page(
-            request, "model", "model_step.html", purpose=purpose, local=local,
-            suggested=suggested_models(purpose), **self._fit_values(request.path_params["name"]),
+            request, "model", "model_step.html", purpose=purpose, local=local, suggested=suggested,
+            recommended=next((one.name for one in [*local, *suggested] if one.is_recommended), None),
+            **self._fit_values(request.path_params["name"]),
         )  # fmt: skip
 
     async def choose_model(self, request: Request) -> Response:

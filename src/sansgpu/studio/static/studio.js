@@ -99,6 +99,13 @@ document.addEventListener("htmx:beforeSwap", ({ detail }) => {
   }, { once: true });
 });
 
+// Enter asks; Shift+Enter begins a new line.
+document.querySelector("#ask textarea")?.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  event.target.form.requestSubmit();
+});
+
 // Asks the trained model, and the one before the training, at the same time.
 document.getElementById("ask")?.addEventListener("submit", async (event) => {
   event.preventDefault();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,8 +54,8 @@ class AnsweringEvaluator(SFTEvaluator):
         for start in range(0, len(asked), ANSWERED_TOGETHER):
             chunk = asked[start : start + ANSWERED_TOGETHER]
             for (prompt, answer), predicted in zip(chunk, _answers(model, [ids for ids, _ in chunk]), strict=True):
-                text, label = (tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (prompt, answer))
-                yield {"text": text, "label": label, "predicted": predicted.strip()}
+                label = tokenizer.decode(answer, skip_special_tokens=True).strip()
+                yield {"text": _as_read(prompt, tokenizer), "label": label, "predicted": predicted.strip()}
 
 
 def _last_answer(ids: np.ndarray, learned: np.ndarray) -> tuple[list[int], list[int]] | None:
@@ -62,6 +63,18 @@ def _last_answer(ids: np.ndarray, learned: np.ndarray) -> tuple[list[int], list[
     stop = int(np.flatnonzero(learned)[-1]) + 1 if learned.any() else 0
     start = int(np.flatnonzero(~learned[:stop])[-1]) + 1 if not learned[:stop].all() else 0
     return (ids[:start].tolist(), ids[start:stop].tolist()) if start else None
+
+
+def _as_read(ids: list[int], tokenizer: Any) -> str:
+    """Returns the turns of a conversation, without special tokens, system message and the header of the next answer."""
+    special, turns = set(tokenizer.all_special_ids), list[list[int]]([[]])
+    for token in ids:
+        turns += [[]] if token in special else []
+        turns[-1] += [] if token in special else [token]
+    texts = [text for turn in turns if (text := tokenizer.decode(turn).strip())]
+    asked = texts[:-1] if len(texts) > 1 and len(texts[-1].split()) == 1 else texts
+    shown = [text for text in asked if not text.startswith("system\n")] or asked
+    return "\n".join(re.sub(r"^(user|assistant|model)\n", r"\1: ", text) for text in shown)
 
 
 def _answers(model: BatchModel, prompts: list[list[int]]) -> list[str]:
