@@ -121,7 +121,7 @@ def planned(page: Any, **settings: str) -> None:
     page.click("#settings summary")
     for key, value in settings.items():
         page.fill(f"[name='{key.replace('__', '.')}']", value)
-    press(page, "Plan with these choices")
+    press(page, "Change the plan")
     page.wait_for_selector("text=Start training")
 
 
@@ -286,6 +286,7 @@ def test_an_upload_that_fails_says_so(page: Any, visited: Studio, tmp_path: Path
 def test_a_copied_line_is_the_command(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="A classifier").click()
+    page.click("#same > summary")
     page.locator(".copy").first.click()
     page.wait_for_selector("text=Copied")
     assert page.evaluate("navigator.clipboard.readText()").startswith("cd ")
