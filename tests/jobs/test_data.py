@@ -131,7 +131,7 @@ def test_what_is_read_is_shown_and_the_data_stay(tmp_path: Path, capsys: Capture
     out = shown(capsys, path)
     flat = " ".join(out.split())
     assert "form messages (1 row), prompt + completion (1) used" in flat
-    assert "unused columns note (1 row)" in flat
+    assert "unused columns 'note' (1 row)" in flat
     assert "left out 2 of 4 rows" in flat
     assert "line 4 is not valid JSON" in flat
     assert "assistant: ⟦4⟧" in out
@@ -235,7 +235,7 @@ def test_a_dry_run_shows_the_columns_and_the_rows_that_are_left_out(tmp_path: Pa
     out = capsys.readouterr().out
     assert yaml.safe_load(out)["config"]["task"] == "classify"
     lines = [line.removeprefix("# data ") for line in out.splitlines() if line.startswith("# data ")]
-    assert f"unused columns: source ({len(rows)} rows)" in lines
+    assert f"unused columns: 'source' ({len(rows)} rows)" in lines
     assert f"  1: {path}, line {len(rows) + 1}: its text is empty; fix or remove the row." in lines
     assert lines[0] == f"rows: {len(rows) + 1} in {path}"
 
@@ -365,4 +365,4 @@ def test_a_model_shows_what_its_template_leaves_out(tmp_path: Path) -> None:
     thought = {**GIVEN, "weather": "fine"}
     rows = [{"messages": [ASKED, thought], "tools": [{"name": "f"}]}]
     notes = looked(write_rows(tmp_path / "rows.jsonl", rows), model=str(model_folder("qwen2"))).notes
-    assert any("not used by the chat template: " in note and "tools (1 row)" in note for note in notes)
+    assert any("not used by the chat template: " in note and "'tools' (1 row)" in note for note in notes)

@@ -205,13 +205,22 @@ def test_conversations_become_an_assistant_for_ollama(visited: Studio) -> None:
         answer = visited.submit("/try/answer", run="runs/bakery", side=side, prompt=HOSTILE, temperature="0")
         assert "<pre" in answer.body, answer.body
         assert HOSTILE not in answer.body
+    visited.submit("/try/held-out", run="runs/bakery")
+    page = visited.shows("/try?run=runs/bakery", "answer in the data")
+    assert "1 conversation up to the last answer" in page.text
     assert "In memory: runs/bakery, models/qwen2" in visited.open("/try?run=runs/bakery").text
     visited.submit("/take/export", run="runs/bakery", format="ollama", type="q8_0")
     page = visited.shows("/take?run=runs/bakery", "Written to")
-    assert "ollama create bakery -f runs/bakery/ollama-q8_0/Modelfile" in page.text
+    assert "ollama create bakery -f Modelfile" in page.text
+    assert "ollama run bakery" in page.text
+    assert ".sansgpu.json" not in page.text
+    sent = visited.request("GET", "/take/file?run=runs/bakery&name=Modelfile")
+    assert sent.body.startswith("FROM ./bakery-q8_0.gguf")
+    for name in ("../../config.yaml", "/etc/passwd", ".sansgpu.json"):
+        assert "has no exported file" in visited.open(f"/take/file?run=runs/bakery&name={name}").text
     visited.submit("/take/export", run="runs/bakery", format="gguf", type="q8_0")
-    page = visited.shows("/take?run=runs/bakery", "Download bakery-q8_0.gguf")
-    sent = visited.request("GET", "/take/file?run=runs/bakery")
+    visited.shows("/take?run=runs/bakery", "copy or download this file")
+    sent = visited.request("GET", "/take/file?run=runs/bakery&name=bakery-q8_0.gguf")
     assert sent.headers["content-disposition"] == 'attachment; filename="bakery-q8_0.gguf"'
     visited.submit("/take/serve", run="runs/bakery")
     assert "curl http://127.0.0.1:" in visited.shows("/take?run=runs/bakery", "It is served at").text

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 def counted_parts(rows: Counter[str]) -> str:
     """Lists parts of rows with the number of rows that have them, the most frequent first."""
     first, *others = rows.most_common()
-    return ", ".join([f"{first[0]} ({counted(first[1], 'row')})", *(f"{name} ({count})" for name, count in others)])
+    return ", ".join([f"{first[0]!r} ({counted(first[1], 'row')})", *(f"{name!r} ({count})" for name, count in others)])
 
 
 def are_too_many(skipped: int, rows: int, limit: float) -> bool:

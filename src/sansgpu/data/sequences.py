@@ -180,11 +180,12 @@ class WindowedTexts:
 
 @dataclass(frozen=True)
 class LabeledSequences:
-    """Examples of different lengths with targets (B, K)."""
+    """Examples of different lengths with targets (B, K). `rows` are those that they were made of, if they are kept."""
 
     tokens: Sequence[np.ndarray]
     targets: np.ndarray
     types: Sequence[np.ndarray] | None = None
+    rows: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -31,6 +31,7 @@ class HeldOutRow:
     predicted: str
     predicted_pieces: list[TextSegment]
     reward: float | None = None
+    where: str = ""  # its place in its file
 
     @property
     def is_right(self) -> bool:
@@ -90,11 +91,13 @@ def _slot(run: str) -> str:
 
 
 def _row_of(found: dict[str, Any]) -> HeldOutRow:
-    text, label, predicted = str(found["text"]), found.get("label", ""), found.get("predicted", "")
+    pair = f"\n{found['text_pair']}" if "text_pair" in found else ""
+    text, label, predicted = f"{found['text']}{pair}", found.get("label", ""), found.get("predicted", "")
+    where = str(found.get("where", "")).rpartition(", ")[2]
     if isinstance(predicted, list) and all(isinstance(one, dict) for one in (*predicted, *label)):
-        return HeldOutRow(with_spans(text, label), "", "", with_spans(text, predicted))
+        return HeldOutRow(with_spans(text, label), "", "", with_spans(text, predicted), where=where)
     pieces = [TextSegment(text)]
-    return HeldOutRow(pieces, _words(label), _words(predicted), pieces, found.get("reward"))
+    return HeldOutRow(pieces, _words(label), _words(predicted), pieces, found.get("reward"), where)
 
 
 def with_spans(text: str, spans: list[dict[str, Any]]) -> list[TextSegment]:

@@ -71,7 +71,7 @@ def routes(studio: Studio) -> list[tuple[str, str, Handler]]:
 def _files_at(path: Path) -> Iterator[tuple[str, int]]:
     """Yields the name and size of a file, or of each file of a folder."""
     for file in [path] if path.is_file() else path.rglob("*"):
-        if file.is_file():
+        if file.is_file() and not file.name.startswith("."):
             yield file.name if file == path else str(file.relative_to(path)), file.stat().st_size
 
 

@@ -35,7 +35,9 @@ def split_facts(look: DataLook) -> Facts:
     for split in look.splits:
         facts += [(name if split.part == "training" else f"{split.part} {name}", text) for name, text in _split(split)]
     if look.held_out is not None and look.splits[0].rows:
-        facts.append(("validation", f"{100 * look.held_out:.3g}% of the data will be held out (data.validation_split)"))
+        first, share = look.splits[0], f"{100 * look.held_out:.3g}% of the data"
+        held = f"about {max(1, round(look.held_out * first.usable)):,} of {first.usable:,} rows, {share},"
+        facts.append(("validation", f"{held if first.is_whole else share} will be held out (data.validation_split)"))
     return facts + [("note", note) for note in look.notes]
 
 
@@ -63,8 +65,8 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
     )
     if split.forms:
         yield "form", _listed(split.forms)
-        yield "used columns", _listed(split.used) or "nothing"
-        yield "unused columns", _listed(split.not_used) or "nothing"
+        yield "used columns", _listed(_quoted(split.used)) or "none"
+        yield "unused columns", _listed(_quoted(split.not_used)) or "none"
     if skipped := split.rows - split.usable:
         effect = "their own values say so, so a run goes on"
         if split.bad_rows:
@@ -79,6 +81,10 @@ def _split(split: SplitLook) -> Iterator[tuple[str, str]]:
         yield "left out", "\n".join(lines)
     if split.problem:
         yield "error", split.problem
+
+
+def _quoted(counts: Mapping[str, int]) -> dict[str, int]:
+    return {repr(name): count for name, count in counts.items()}
 
 
 def _listed(counts: Mapping[str, int]) -> str:

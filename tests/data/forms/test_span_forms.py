@@ -30,21 +30,21 @@ OFFSETS = [
     [
         ({"text": TEXT, "spans": OBJECTS}, ""),
         ({"text": TEXT, "label": LISTS}, ""),  # doccano
-        ({"id": 1, "text": TEXT, "label": LISTS, "Comments": []}, "id (1 row)"),
+        ({"id": 1, "text": TEXT, "label": LISTS, "Comments": []}, "'id' (1 row)"),
         ({"data": TEXT, "labels": LISTS}, ""),
-        ({"text": TEXT, "entities": OFFSETS, "relations": [1]}, "relations (1 row), id in a span (1)"),
+        ({"text": TEXT, "entities": OFFSETS, "relations": [1]}, "'relations' (1 row), 'id in a span' (1)"),
         ({"text": TEXT, "entities": LISTS, "label": []}, ""),  # spaCy
         ([TEXT, {"entities": LISTS}], ""),
-        ([TEXT, {"entities": LISTS, "cats": {"a": 1.0}}], "cats (1 row)"),
+        ([TEXT, {"entities": LISTS, "cats": {"a": 1.0}}], "'cats' (1 row)"),
         ([TEXT, LISTS], ""),
         ({"classes": ["PER"], "annotations": [[TEXT, {"entities": LISTS}], None]}, ""),
-        ({"text": TEXT, "ents": OBJECTS, "sents": [span(0, 21)], "tokens": TOKENS}, "sents (1 row)"),
+        ({"text": TEXT, "ents": OBJECTS, "sents": [span(0, 21)], "tokens": TOKENS}, "'sents' (1 row)"),
         ({"text": TEXT, "spans": {"sc": OBJECTS}}, ""),
         ({"text": TEXT, "spans": OBJECTS, "tokens": TOKENS, "answer": "accept"}, ""),  # Prodigy
         ({"text": TEXT, "label": [{"start": 0, "end": 5, "text": "Maria", "labels": ["PER"]}, LISTS[1]]}, ""),
         ({"text": TEXT, "entities": {"start": [0, 15], "end": [5, 20], "label": ["PER", "LOC"]}}, ""),
         ({"text": TEXT, "entities": [{"entity": o["label"], "start": o["start"], "end": o["end"], "value": "x"}
-                                     for o in OBJECTS]}, "value in a span (1 row)"),  # Rasa
+                                     for o in OBJECTS]}, "'value in a span' (1 row)"),  # Rasa
         ({"content": TEXT, "annotation": [{"label": [o["label"]], "points": [
             {"start": o["start"], "end": o["end"] - 1, "text": text}]} for o, text in
             zip(OBJECTS, ("Maria", "Porto"), strict=True)], "extras": None}, ""),  # Dataturks
@@ -53,15 +53,15 @@ OFFSETS = [
         ({"text": TEXT, "label": "[(0, 5, 'PER'), (15, 20, 'LOC')]"}, ""),
         ({"tokenized_text": TEXT[:-1].split(), "ner": [[0, 0, "PER"], [3, 3, "LOC"]]}, ""),  # GLiNER
         ({"tokens": TEXT[:-1].split(), "ner": [[3, 3, "LOC", 0.5], [0, 0, "PER"]]},
-         "further values in a span (1 row)"),
+         "'further values in a span' (1 row)"),
         ({"tokens": TEXT[:-1].split(), "entities": [{"type": "PER", "start": 0, "end": 1},
                                                     {"type": "LOC", "start": 3, "end": 4}], "orig_id": 7},
-         "orig_id (1 row)"),  # SpERT
+         "'orig_id' (1 row)"),  # SpERT
         ({"sentence": TEXT[:-1].split(), "ner": [{"index": [0], "type": "PER"}, {"index": [3], "type": "LOC"}]}, ""),
         ({"text": TEXT, "denotations": [{"id": "T1", "span": {"begin": o["start"], "end": o["end"]}, "obj": o["label"]}
-                                        for o in OBJECTS]}, "id in a span (1 row)"),  # PubAnnotation
+                                        for o in OBJECTS]}, "'id in a span' (1 row)"),  # PubAnnotation
         ({"rasa_nlu_data": {"common_examples": [{"text": TEXT, "entities": OBJECTS}], "regex_features": [1]}},
-         "regex_features (1 row)"),
+         "'regex_features' (1 row)"),
         ({"examples": [{"content": TEXT, "annotations": [{"start": o["start"], "end": o["end"], "tag": o["label"]}
                                                          for o in OBJECTS]}]}, ""),  # LightTag
     ],
@@ -76,15 +76,15 @@ def test_spans_of_annotation_tools(row: Any, unused: str) -> None:
     ("row", "unused"),
     [
         (studio(DONE), ""),
-        ({"data": {"review": TEXT, "id": "x"}, "completions": [DONE]}, "id in data (1 row)"),
-        (studio({**DONE, "was_cancelled": False}, {"result": []}), "further annotations (1 row)"),
-        (studio({"result": []}, {**DONE, "ground_truth": True}), "further annotations (1 row)"),
-        (studio({"result": [], "was_cancelled": True}, DONE), "canceled annotations (1 row)"),
-        (studio(DONE, predictions=[{"result": []}], id=5), "predictions (1 row), id (1)"),
+        ({"data": {"review": TEXT, "id": "x"}, "completions": [DONE]}, "'id in data' (1 row)"),
+        (studio({**DONE, "was_cancelled": False}, {"result": []}), "'further annotations' (1 row)"),
+        (studio({"result": []}, {**DONE, "ground_truth": True}), "'further annotations' (1 row)"),
+        (studio({"result": [], "was_cancelled": True}, DONE), "'canceled annotations' (1 row)"),
+        (studio(DONE, predictions=[{"result": []}], id=5), "'predictions' (1 row), 'id' (1)"),
         (studio({"result": [*DONE["result"], {"type": "relation"}, {"type": "choices", "value": {"choices": ["a"]}}]}),
-         "relation in an annotation (1 row), choices in an annotation (1)"),
+         "'relation in an annotation' (1 row), 'choices in an annotation' (1)"),
         (studio({"result": [result(0, 5, "PER", labels=["PER", "ORG"]), DONE["result"][1]]}),
-         "further labels in a span (1 row)"),
+         "'further labels in a span' (1 row)"),
     ],
 )  # fmt: skip
 def test_an_annotation_of_label_studio(row: dict[str, Any], unused: str) -> None:
@@ -219,7 +219,7 @@ def test_the_outermost_of_nested_spans_is_learned() -> None:
 
 def test_further_keys_of_spans_are_named() -> None:
     row = {"text": TEXT, "spans": [span(0, 5, kind="x", score=0.5), span(15, 20, "LOC", kind="y")]}
-    assert learned([row, row])[1] == ["columns not used: kind in a span (2 rows), score in a span (2)"]
+    assert learned([row, row])[1] == ["columns not used: 'kind in a span' (2 rows), 'score in a span' (2)"]
 
 
 def test_names_of_columns_of_spans_may_have_capitals() -> None:

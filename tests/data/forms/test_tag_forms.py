@@ -38,7 +38,7 @@ def test_tags_in_all_schemes_become_iob2(tags: str, note: str, tmp_path: Path) -
         spans, notes = one(row)
         assert spans == ["Maria Silva PER", "Porto LOC"]
         assert note in " ".join(notes)
-        assert ("columns not used: upos (1 row)" in notes) == ("upos" in row)
+        assert ("columns not used: 'upos' (1 row)" in notes) == ("upos" in row)
     lines = "\n".join(map(" ".join, zip(WORDS, tags.split(), strict=True)))
     (tmp_path / "a.conll").write_text(f"{lines}\n\n{lines}\n")
     assert learned(tmp_path / "a.conll")[0] == [["Maria Silva PER", "Porto LOC"]] * 2
@@ -78,7 +78,7 @@ def test_tables_of_words_are_joined_to_sentences(tmp_path: Path, name: str) -> N
     (tmp_path / name).write_text(TABLES[name])
     spans, notes = learned(tmp_path / name)
     assert spans == (SENTENCES if name != "gaps.csv" else [SENTENCES[0], ["Porto LOC", "ran PER"]])
-    assert ("columns not used: POS (2 rows)" in notes) == (name == "ner_dataset.csv")
+    assert ("columns not used: 'POS' (2 rows)" in notes) == (name == "ner_dataset.csv")
 
 
 def test_a_table_of_words_without_sentences_is_refused(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_documents_of_spacy_2_have_sentences() -> None:
     paragraph = {"raw": "Maria left", "sentences": [{"tokens": tokens}, {"tokens": tokens[1:]}]}
     spans, notes = learned([{"id": 3, "paragraphs": [paragraph, paragraph]}])
     assert spans == [["Maria PER"], []] * 2
-    assert "columns not used: tag in a token (2 rows)" in notes
+    assert "columns not used: 'tag in a token' (2 rows)" in notes
     for broken in ({"paragraphs": []}, {"paragraphs": [{"raw": "a"}]}, {"paragraphs": [{"sentences": [1]}]}):
         with pytest.raises(BadRowError, match="line 1"):
             learned([broken])

@@ -65,7 +65,7 @@ def test_all_texts_of_a_row_are_read(row: Any, texts: list[tuple[str, ...]]) -> 
 
 def test_what_is_not_used_is_named() -> None:
     row = {"query": "a", "pos": ["p"], "neg": ["n"], "pos_scores": [0.9], "query_id": 4}
-    assert read(row) == ([("a", "p", "n")], ["columns not used: pos_scores (1 row), query_id (1)"])
+    assert read(row) == ([("a", "p", "n")], ["columns not used: 'pos_scores' (1 row), 'query_id' (1)"])
 
 
 def test_configured_columns_keep_their_negatives() -> None:

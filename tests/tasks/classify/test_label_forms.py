@@ -143,7 +143,7 @@ def test_a_column_for_each_label_is_recognized_or_set(tmp_path: Path) -> None:
     assert (data.label_kind, data.labels, data.label_column) == ("multiple", header[2:], header[2:])
     assert corpus.train.targets[1].tolist() == [1, 0, 1, 0, 0, 0]
     assert "have only 0 and 1, so each is a label" in said(corpus)
-    assert "columns not used: id (8 rows)" in said(corpus)
+    assert "columns not used: 'id' (8 rows)" in said(corpus)
     data, corpus = prepared(path, data__label_column=["threat", "toxic"])
     assert (data.labels, corpus.train.targets[0].tolist()) == (["threat", "toxic"], [0, 1])
     assert prepared(path, data__label_column="*toxic")[0].labels == ["toxic", "severe_toxic"]
@@ -155,7 +155,7 @@ def test_columns_of_flags_are_no_labels_beside_a_label(tmp_path: Path) -> None:
     data, corpus = prepared(table(tmp_path / "rows.csv", rows))
     assert (data.labels, data.label_column) == (["x", "y"], "category")
     assert "label = column category" in said(corpus)
-    assert "columns not used: verified (6 rows), recent (6)" in said(corpus)
+    assert "columns not used: 'verified' (6 rows), 'recent' (6)" in said(corpus)
 
 
 BAD_FLAGS = {"2": "its threat is '2' instead of 0 or 1", "": "because its threat is empty", "-1": "its threat is -1"}

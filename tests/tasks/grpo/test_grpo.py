@@ -365,7 +365,7 @@ def test_rows_of_public_data_sets_are_read_and_what_is_not_used_is_named(tmp_pat
     reward = open_reward("answer")
     assert reward(found.questions, ["It is 72."] * 5, [[0]] * 5) == [1.0] * 5
     assert reward(found.questions, ["It is 71."] * 5, [[0]] * 5) == [0.0] * 5
-    assert any("columns not used: difficulty (1 row), solution (1), data_source (1)" in note for note in notes)
+    assert any("columns not used: 'difficulty' (1 row), 'solution' (1), 'data_source' (1)" in note for note in notes)
     data.write_text(json.dumps({"question": "How many?", "answer": ""}))
     with pytest.raises(ConfigError, match="line 1 has no answer, which training"):
         read_prompts(open_sources(DataConfig(dataset_name=str(data))).train, chosen, tokenizer, lambda *_: None, notes)

@@ -70,7 +70,7 @@ def test_nested_articles_of_the_second_version(tmp_path: Path) -> None:
         Question("2", "Who sat?", CONTEXT, ((4, "cat"),), False),
         Question("3", "Who fled?", CONTEXT, (), True),
     ]
-    assert notes == ["columns not used: plausible_answers (1 row)"]
+    assert notes == ["columns not used: 'plausible_answers' (1 row)"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -186,7 +186,7 @@ def test_what_is_not_used_of_questions_is_named() -> None:
     article = nested(asked) | {"url": "x"}
     notes: list[str] = []
     read_rows([SourceRow("x", article)], warn=notes.append)
-    assert notes == ["columns not used: url (1 row), level (1), answer_end in answers (1)"]
+    assert notes == ["columns not used: 'url' (1 row), 'level' (1), 'answer_end in answers' (1)"]
 
 
 def answer(text: Any, start: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_what_the_template_leaves_out_is_counted(template: str) -> None:
     named = {**GIVEN, "reasoning_content": "hm", "name": "me"}
     text, (omitted, thoughts) = shown({"messages": [ASKED, named], "tools": [TOOL]}, template)
     assert "hm" not in text
-    found = "name of a turn (1 row)" if template == "tooled" else "tools (1 row), name of a turn (1)"
+    found = "'name of a turn' (1 row)" if template == "tooled" else "'tools' (1 row), 'name of a turn' (1)"
     assert f"not used by the chat template: {found}; to train on it" in omitted
     assert "the chat template leaves out the thoughts of 1 turn in 1 row" in thoughts
     assert shown({"messages": [ASKED, GIVEN], "tools": [], "system": None}, template)[1] == []

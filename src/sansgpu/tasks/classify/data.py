@@ -72,7 +72,7 @@ def tokenize_labeled(
     made = tokenize_texts(kept, tokenizer, longest)
     if made.truncated:
         note(f"{made.truncated:,} of {len(kept):,} texts are truncated, because they are longer than {longest} tokens.")
-    return LabeledSequences(made.ids, targets, made.types)
+    return LabeledSequences(made.ids, targets, made.types, () if trains else kept)
 
 
 def balanced_weights(targets: np.ndarray, labels: Labels) -> torch.Tensor:

@@ -136,12 +136,12 @@ class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
         return {"loss": loss, **label_metrics(labels, predicted, targets), "rows": sums["rows"]}
 
     def predicted_rows(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yields the text of each row as the model reads it, its label and the predicted one."""
+        """Yields where each row is in its file, its text, its label and the predicted one."""
         labels = labels_of(self._objective)
         for number, predicted in self._predicted.items():
-            text = tokenizer.decode(self._part.tokens[number], skip_special_tokens=True)
-            target = torch.from_numpy(self._part.targets[number])
-            yield {"text": text, "label": _named(target, labels), "predicted": _named(predicted, labels)}
+            row, target = self._part.rows[number], torch.from_numpy(self._part.targets[number])
+            text = {"text": row.text, **({} if row.pair is None else {"text_pair": row.pair})}
+            yield {"where": row.where, **text, "label": _named(target, labels), "predicted": _named(predicted, labels)}
 
     def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Adds the number of bad rows, which were skipped."""

@@ -88,7 +88,8 @@ class TagEvaluator(WindowEvaluator[TagModel, TaggedWindows]):
         for number, found in enumerate(self.predictions(ROWS_AT_ONCE, device)):
             text, targets = self._tokenized.texts[number], self._tokenized.targets[number]
             given = TaggedWords(np.arange(len(targets)), targets, np.ones(len(targets)))
-            yield {"text": text.text, "label": list(self._spans(text, given)), "predicted": found["spans"]}
+            label = list(self._spans(text, given))
+            yield {"where": text.where, "text": text.text, "label": label, "predicted": found["spans"]}
 
     def _spans(self, text: TaggedText, tagged: TaggedWords) -> Iterator[dict[str, Any]]:
         for span in spans_of(self._tags(tagged.labels), self._entities):
