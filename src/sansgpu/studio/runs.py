@@ -229,7 +229,12 @@ def _evaluation_table(record: RunRecord) -> tuple[list[str], list[tuple[Event, l
 def _last_evaluation(record: RunRecord) -> list[tuple[str, str]]:
     """Returns the metrics of the last evaluation that say more than the loss, such as the accuracy."""
     words = evaluation_words(record, record.evaluations[-1]) if record.evaluations else ()
-    return [(name, value) for name, value in words if not name.startswith(("loss", "perplexity"))][:3]
+    percent = " (%)"
+    return [
+        (name.removesuffix(percent), f"{value}%" if name.endswith(percent) else value)
+        for name, value in words
+        if not name.startswith(("loss", "perplexity"))
+    ][:3]
 
 
 def _snapshots(paths: RunPaths) -> Sequence[str]:

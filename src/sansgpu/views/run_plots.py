@@ -91,7 +91,9 @@ class Drawing:
         get: Getter = lambda event: metric.number(event.get(metric.name))  # noqa: E731
         roles = [("training", "step", get), ("validation", "eval", get)]
         note = "Higher is better." if metric.better == "higher" else ""
-        unit = "loss (nats per token)" if metric == LOSS else metric.unit or metric.label
+        unit = metric.unit or metric.label
+        if metric == LOSS and any("perplexity" in event for run in self.runs for event in run.record.evaluations):
+            unit = "loss (nats per token)"
         return self._plot(metric.name, metric.heading, unit, roles, note=note, wide=wide)
 
     def speed(self) -> list[Plot]:
