@@ -62,6 +62,7 @@ def local_models(root: Path, purpose: Purpose) -> list[OfferedModel]:
     """
     kind = _DECODER if purpose.is_decoder else _ENCODER
     found = [*_in_project(root)][:MAX_LISTED] + [*_in_cache()][:MAX_LISTED]
+    found = [model for model in found if not (purpose.is_decoder and _ENCODER in model.note)]
     marked = [replace(model, is_recommended=kind in model.note and _RUN not in model.note) for model in found]
     return sorted(marked, key=lambda model: (not model.is_recommended, _RUN in model.note))
 

@@ -114,8 +114,9 @@ class _Ways:
     def _fit_values(self, name: str) -> dict[str, Any]:
         """Returns the command that estimates what the model needs, or what can be trained from scratch."""
         answers = self._project.answers(name)
+        purpose = PURPOSES[_chosen_task(answers)]
         available = f"{psutil.virtual_memory().available / 1e9:.0f}GB"
-        if PURPOSES[_chosen_task(answers)].model is None:
+        if purpose.model is None:
             known = self._project.commands.known(f"{name}/fit")  # memory changes with each look
             arguments = known.arguments if known else ["plan", "--memory", available, "--json"]
         elif answers.model and answers.data:
@@ -123,6 +124,7 @@ class _Ways:
                 f"task={answers.task}",
                 f"model.name_or_path={answers.model}",
                 f"data.dataset_name={answers.data}",
+                *(["model.adapter=lora"] if purpose.is_decoder else []),  # as `sansgpu init` writes
             )
             arguments = ["plan", *replace(answers, settings=(*chosen, *answers.settings)).set_arguments, "--json"]
         else:
