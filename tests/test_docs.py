@@ -45,8 +45,9 @@ def checkout(tmp_path: Path) -> Path:
 # Pages whose commands take a long time.
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
-    "grpo", "gguf", "guides", "harness", "kubernetes", "laptops", "ollama", "onnx", "own-text", "plan", "preference", "python", "questions", "report",
-    "resume", "scaling", "search", "serve", "static", "train", "trainer", "tune", "use",
+    "grpo", "gguf", "guides", "harness", "kubernetes", "laptops", "ollama", "onnx", "own-text", "plan", "preference",
+    "python", "questions", "report", "resume", "scaling", "search", "serve", "static", "train", "trainer", "tune",
+    "use",
 )  # fmt: skip
 
 
