@@ -45,7 +45,7 @@ def test_every_example_runs_from_the_root_of_the_repository(tmp_path: Path) -> N
 
 def test_the_bakery_of_the_readme_is_the_file_and_runs_in_a_clone(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [shown] = re.findall(r"`examples/bakery\.yaml`:\n\n```yaml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    [shown] = re.findall(r"\(examples/bakery\.yaml\):\n\n```yaml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     assert shown == (ROOT / "examples/bakery.yaml").read_text(encoding="utf-8")
     assert re.search(r"name_or_path: HuggingFaceTB/\S+", shown)  # a name on the Hub, not a file that a clone lacks
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -62,10 +62,6 @@ def test_figures_of_the_text_are_in_the_benchmarks() -> None:
     assert re.search(rf"\| \*\*0\.{percent}\d\*\* ± \S+ \| {seconds} \|", BENCHMARKS)
 
 
-def test_the_shown_file_is_the_one_that_is_named() -> None:
-    assert (ROOT / "examples/bakery.yaml").read_text(encoding="utf-8") == blocks("yaml")[0]
-
-
 def test_what_fits_is_what_the_estimates_say() -> None:
     estimates = (ROOT / "docs/laptops.md").read_text(encoding="utf-8")
     for memory, all_weights, lora in re.findall(r"^\| (\d+) GB \| ([\d.]+[MB])[^|]*\| (\d+B)", README, re.MULTILINE):
