@@ -233,7 +233,7 @@ def _last_evaluation(record: RunRecord) -> list[tuple[str, str]]:
     return [
         (name.removesuffix(percent), f"{value}%" if name.endswith(percent) else value)
         for name, value in words
-        if not name.startswith(("loss", "perplexity"))
+        if not name.startswith(("loss", "perplexity", "bits per byte"))
     ][:3]
 
 
