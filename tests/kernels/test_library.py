@@ -93,7 +93,11 @@ def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
 
 def test_the_libraries_have_the_functions_that_their_header_declares() -> None:
     allocator = {"install", "give_back"}
-    for instructions in supported():
+    compiled = [
+        one for one in supported() if (library.LIBRARIES / f"{one.name}.so").exists()
+    ]  # `make test`: two of them
+    assert {supported()[0], supported()[-1]} <= {*compiled}
+    for instructions in compiled:
         assert library.load_library(instructions).keys() == declared().keys() - allocator
     if library.ALLOCATOR.exists():
         assert functions(library.ALLOCATOR).keys() == allocator

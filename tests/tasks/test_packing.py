@@ -148,8 +148,15 @@ def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
     assert UnpaddedModel(model, pack=True, longest=100).packs, "mixing does not reach across examples of 100 tokens"
 
 
+# `make test` compiles the portable kernels and the best ones, `make test-long` all.
+SETS = [
+    pytest.param(one, id=one.name, marks=() if one in (supported()[0], supported()[-1]) else pytest.mark.long)
+    for one in supported()
+]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "int8", pytest.param("int4", marks=pytest.mark.long)])
-@pytest.mark.parametrize("instructions", supported(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instructions", SETS)
 def test_a_model_that_amplifies_rounding_is_packed(
     instructions: InstructionSet,
     precision: Literal["bf16", "int8", "int4"],
