@@ -1,4 +1,4 @@
-"""What the README says is what the commands accept, the files contain and the benchmarks measured."""
+"""The program accepts the commands of the README, and its figures are in the pages of benchmarks and estimates."""
 
 import re
 import shlex

@@ -111,12 +111,14 @@ class _Taking:
         return self._studio.page(request, "exported_part.html", run=run, **self._exported(run))
 
     def _exported(self, run: str) -> dict[str, Any]:
-        """Returns the last export: the command, the path and files that it wrote, and what else it printed."""
+        """Returns the last export: its command, the path and files that it wrote, and the commands that use them."""
         command = self._project.commands.known(f"{run}/export")
-        lines = command.output.splitlines() if command is not None and command.code == 0 else []
-        path = Path(lines[0]) if lines else None
+        printed = command.output.splitlines() if command is not None and command.code == 0 else []
+        path = Path(printed[0]) if printed else None
+        lines = [line.replace(f"{path}/", "") for line in printed[1:]]  # to be used in the folder of the files
+        lines += [f"ollama run {line.split()[2]}" for line in lines if line.startswith("ollama create ")]
         files = sorted(_files_at(self._project.root / path)) if path is not None else []
-        return {"command": command, "path": path, "lines": lines[1:], "files": files}
+        return {"command": command, "path": path, "lines": lines, "files": files}
 
     async def file(self, request: Request) -> Response:
         """Sends a file that the last export of a run wrote."""

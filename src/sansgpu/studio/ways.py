@@ -124,7 +124,8 @@ class _Ways:
                 f"task={answers.task}",
                 f"model.name_or_path={answers.model}",
                 f"data.dataset_name={answers.data}",
-                *(["model.adapter=lora"] if purpose.is_decoder else []),  # as `sansgpu init` writes
+                # `sansgpu init` configures this adapter for decoders.
+                *(["model.adapter=lora"] if purpose.is_decoder else []),
             )
             arguments = ["plan", *replace(answers, settings=(*chosen, *answers.settings)).set_arguments, "--json"]
         else:

@@ -43,9 +43,9 @@ def evaluation_interval(steps: float) -> int:
 
 
 def fine_tuning_config(answers: InitAnswers, purpose: Purpose, rows: float | None = None) -> Config:
-    """Returns the configuration for the answers, before it is made to fit; `rows` are those of the data, if known.
+    """Returns the configuration for the answers, before it is made to fit into memory. Raises ConfigError.
 
-    Raises ConfigError.
+    `rows` is the number of rows in the data; None: it is unknown, so that the usual epochs and intervals are taken.
     """
     epochs = epochs_for(rows, purpose) if rows else purpose.epochs
     steps = epochs * rows / (purpose.batch or USUAL_BATCH) if rows else math.inf
